@@ -312,6 +312,32 @@ def test_a_run_tells_how_it_goes_once(tmp_path: Path) -> None:
     )
 
 
+def test_the_loss_of_node_0_is_told_and_its_return_is_no_start(tmp_path: Path) -> None:
+    small = (*FAST, "toy.tasks=4", "toy.phase_s=0", "--rl-phase", "rollout")
+    with Cluster(tmp_path, 2, *small, f"notify.command={listener(tmp_path)}") as cluster:
+        cluster.start()
+        cluster.wait_for(lambda event: event["event"] == "iteration_finished")
+        cluster.kill(0)
+        lost = cluster.wait_for(lambda event: event["event"] == "node_lost")
+        cluster.start(0)
+        back = cluster.wait_for(
+            lambda event: event["event"] == "generation_started" and event["reason"].startswith("joined")
+        )
+        cluster.wait_for(
+            lambda event: event["event"] == "evaluated" and event["generation"] == back["number"]
+        )
+        cluster.stop()
+        assert cluster.wait() == {0: 0, 1: 0}, cluster.said_by_all()
+    events = [event for event in heard(tmp_path) if event["event"] != "evaluated"]
+    assert [(event["event"], event["node_rank"]) for event in events] == [
+        ("started", 0),
+        ("node_lost", 1),
+        ("stopped", 0),
+    ]
+    assert [one["node_rank"] for one in lost["lost"]] == [0]
+    assert events[1]["lost"][0]["why"] == lost["lost"][0]["why"]
+
+
 def node(rank: int) -> Node:
     members = tuple(Member(rank, 1) for rank in range(3))
     return Node(

@@ -116,6 +116,20 @@ def test_a_restart_is_told_with_the_last_lines_and_shown(engine: FrozenEngine, t
     assert engine.news() == []
 
 
+def test_replicas_that_die_in_turn_are_not_counted_together(engine: FrozenEngine) -> None:
+    """Two replicas that die MOST_DEATHS times each are as many deaths of each as one engine may have."""
+    for _ in range(MOST_DEATHS):
+        for number in (0, 1):
+            until(lambda: engine._reviving is None or engine._reviving.done())
+            dying = engine.replicas.engines[number]
+            os.kill(pids(engine)[number], signal.SIGKILL)
+            until(lambda dying=dying: dying.ended)
+            engine._sockets = engine._sockets[number:][:1]
+            assert classified(engine, [1])[0].error is None
+    until(lambda: engine.status["restarts"] == 2 * MOST_DEATHS)
+    assert engine.failure == ""
+
+
 def test_an_engine_that_always_dies_is_given_up(engine: FrozenEngine) -> None:
     url, key = f"{engine.address.root}/health", {"Authorization": f"Bearer {engine.address.api_key}"}
     for death in range(MOST_DEATHS + 1):
@@ -124,7 +138,7 @@ def test_an_engine_that_always_dies_is_given_up(engine: FrozenEngine) -> None:
             assert httpx.get(url, headers=key, trust_env=False, timeout=240.0).status_code == 200
     with pytest.raises((httpx.RemoteProtocolError, httpx.ReadError)):
         httpx.get(url, headers=key, trust_env=False, timeout=240.0)
-    assert engine.failure.startswith("engines.rm died 4 times: vLLM was ended by signal 9")
+    assert engine.failure.startswith("engines.rm: engine 0 died 4 times: vLLM was ended by signal 9")
 
 
 MINE = """

@@ -141,6 +141,26 @@ def test_every_iteration_is_told_once_whoever_leads(tmp_path: Path) -> None:
     assert table[0].startswith("iteration,policy_version,train_reward") and len(table) >= done
 
 
+def test_a_closing_evaluation_without_a_judged_answer_ends_no_tracker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = long_run(tmp_path / "run", 2, lose_at=None)
+    run.line(0, "evaluated", (2, 13, 0), reward_mean=None, policy_version=2, final=True)
+    for name, value in stand_ins(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    code = (
+        "from pathlib import Path; from fsbarrier.settings.sections import TrackerSettings; from fsbarrier.workers.track import Trackers\n"
+        f"Trackers(Path({str(run.log_path)!r}), TrackerSettings(('wandb',), 'p'), print).bring(2)"
+    )
+    env = {**os.environ, "PYTHONPATH": f"{REPO}:{tmp_path / 'stand-ins'}"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
+    told = {line["step"]: line["values"] for line in heard(tmp_path) if "step" in line}
+    assert [*told] == [1, 2] and "last_policy/test_reward" not in told[2]
+
+
 @pytest.mark.torch
 def test_accelerate_itself_takes_what_it_is_told(tmp_path: Path) -> None:
     """Its W&B tracker, with a stand-in for W&B alone: what each of accelerate's trackers is made with is checked nowhere else."""

@@ -50,7 +50,8 @@ class FrozenEngine:
         self.port = rendezvous.port_of(self._listening[0])
         # Why it cannot be started again; "" if it need not be, or could.
         self.failure = ""
-        self._deaths, self._closing = 0, threading.Event()
+        # The deaths of each server, by its number.
+        self._deaths, self._closing = Counter[int](), threading.Event()
         # Each start of this node's that followed a death, as a line for the journal; and how many the journal has.
         self._restarts: list[Payload] = []
         self._told = 0
@@ -91,7 +92,7 @@ class FrozenEngine:
         self, folder: Path, devices: Sequence[int] | None, *, threads: int, cancel: threading.Event
     ) -> list[EngineInfo]:
         """Have all servers serve the model in `folder`, on these of the node's accelerators. Raises ProgramFailed, UsageError."""
-        self.failure, self._deaths = "", 0
+        self.failure, self._deaths = "", Counter()
         self._folder, self._threads = folder, threads
         self.replicas.use(devices)
         return self._bring(cancel)
@@ -150,13 +151,14 @@ class FrozenEngine:
 
     def _revive(self) -> None:
         """Start dead servers again, in a thread, if nothing does that yet."""
-        ended = [one.how_it_ended() for one in self.replicas.engines if one.ended]
+        ended = {number: one.how_it_ended() for number, one in enumerate(self.replicas.engines) if one.ended}
         if not ended or self._closing.is_set() or (self._reviving and not self._reviving.done()):
             return
-        self._deaths += 1
-        if self._deaths > MOST_DEATHS:
-            self.failure = f"engines.{self.name} died {self._deaths} times: {ended[0]}"
-            return
+        self._deaths.update(ended.keys())
+        for number, how in ended.items():
+            if (deaths := self._deaths[number]) > MOST_DEATHS:
+                self.failure = f"engines.{self.name}: engine {number} died {deaths} times: {how}"
+                return
 
         async def bring() -> None:
             try:
@@ -164,7 +166,7 @@ class FrozenEngine:
             except FsbarrierError as error:
                 self.failure = str(error)
                 return
-            for how in ended:
+            for how in ended.values():
                 why, *log = how.splitlines()
                 self._restarts.append(
                     {"event": "engine_restarted", "engine": self.name, "why": why, "log": log}

@@ -17,6 +17,7 @@ from pathlib import Path
 from fsbarrier.errors import ProgramFailed, StoreError
 from fsbarrier.processes.supervisor import Child
 from fsbarrier.protocol.state import Node
+from fsbarrier.protocol.succession import STARTS
 from fsbarrier.store.printable import without_passwords
 
 #: a command that takes longer is killed
@@ -37,7 +38,6 @@ class Notifier:
 
     def __init__(self, command: str, log_file: Path, about: Mapping[str, str]) -> None:
         self._argv, self._log_file, self._about = shlex.split(command), log_file, about
-        self._told_start = False
         self._lost: set[int] = set()
         self._waiting: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._giving_up = threading.Event()
@@ -53,8 +53,8 @@ class Notifier:
             self._lost |= _ranks(fields.get("lost"))
         if event == "generation_started":
             self._lost = set()
-            # Later generations of a session follow a loss or a joining node.
-            name, self._told_start = None if self._told_start else name, True
+            # Later generations of a session follow a loss or a joining node, and may be the first of this process.
+            name = name if fields.get("reason") in STARTS else None
         generation = node.generation
         if (
             name is None

@@ -139,9 +139,11 @@ class Trackers:
             known = self._progress.through.get(tracker.name, 0)
             for number in sorted(n for n in rows if known < n <= iteration):
                 values = rows[number]
-                if number == iteration and self._ends_with(number):
+                # There is no reward if no answer could be judged.
+                last = rows.get(number + 1, {}).get("test_reward") if self._ends_with(number) else None
+                if number == iteration and last is not None:
                     # If the run continues, the next iteration evaluates the same policy again, under the usual name.
-                    values |= {"last_policy/test_reward": rows[number + 1]["test_reward"]}
+                    values |= {"last_policy/test_reward": last}
                 if not self._logged(tracker, values, number):
                     break
                 self._progress.through[tracker.name] = number

@@ -140,7 +140,6 @@ class Queue:
                 state = self.jobs[record.job]
                 for rank, node in record.ranks.items():
                     state.places[rank] = Place(record.job, rank, node, self.length)
-                    state.codes.pop(rank, None)
             case Ended():
                 state = self.jobs[record.job]
                 # Otherwise another node has this rank by now.
