@@ -223,13 +223,13 @@ class Recorder:
         ids = sample.token_ids
         marks = await self._sampler.thought_marks()
         opened = marks.opened_by(segment.token_ids[: len(segment.token_ids) - len(ids)])
-        said = without_thoughts(sample.text, opened=opened)
-        message: Message = {"role": "assistant", "content": said.text}
-        if said.reasoning:
-            message["reasoning_content"] = said.reasoning
-        if not tools or not said.closed or sample.finish_reason != "stop":
+        parts = without_thoughts(sample.text, opened=opened)
+        message: Message = {"role": "assistant", "content": parts.text}
+        if parts.reasoning:
+            message["reasoning_content"] = parts.reasoning
+        if not tools or not parts.closed or sample.finish_reason != "stop":
             return message
-        if said.reasoning is not None:
+        if parts.reasoning is not None:
             ids = marks.after(ids)
         read = await self._sampler.read_calls(ids, tools) if ids else {}
         calls = calls_in(read)

@@ -143,22 +143,22 @@ class AgentSampler:
         async with environment.session() if environment is not None else nullcontext() as session:
             begin = time.monotonic()
             with self._endpoint.serving(recorder):
-                said = await self._conversation(recorder, task, session)
-                if session is not None and "error" in said:
+                outcome = await self._conversation(recorder, task, session)
+                if session is not None and "error" in outcome:
                     # The agent may have noticed first that the environment is gone.
                     await asyncio.sleep(NOTICE_S)
         if session is not None and session.lost:
-            said = {"error": session.lost, "lost": True}
+            outcome = {"error": session.lost, "lost": True}
         # A lost engine is not a failure of the agent, even if the agent caught the error and continued.
         if recorder.engine_gone is not None:
             raise recorder.engine_gone
-        if "trace" in said:
-            log_once(said["place"], said["trace"])
+        if "trace" in outcome:
+            log_once(outcome["place"], outcome["trace"])
         return finished(
             recorder,
-            Trajectory(**said.get("returned", {})),
-            error=said.get("error"),
-            lost=said.get("lost", False),
+            Trajectory(**outcome.get("returned", {})),
+            error=outcome.get("error"),
+            lost=outcome.get("lost", False),
             seconds=time.monotonic() - begin,
         )
 
@@ -184,8 +184,8 @@ class AgentSampler:
                             "environment_url": None if session is None else session.url,
                         }
                     )
-                    while isinstance(said := await job.receive(), list):
-                        turns.add(asyncio.create_task(_turn(recorder, job, *said)))
+                    while isinstance(message := await job.receive(), list):
+                        turns.add(asyncio.create_task(_turn(recorder, job, *message)))
                     how = await job.how_it_ended(GRACE_S)
             except TimeoutError:
                 return {"error": f"{too_late}; its process did not answer any more and was killed"}
@@ -193,21 +193,21 @@ class AgentSampler:
                 for turn in turns:
                     turn.cancel()
                 await asyncio.gather(*turns, return_exceptions=True)
-        if said is None and (session is None or not session.lost):
+        if message is None and (session is None or not session.lost):
             print(f"task {task.task_id}: the agent's process {how}", file=sys.stderr)
-        said = said or {"error": f"the agent's process {how}"}
-        return {"error": too_late} if said.get("late") else said
+        message = message or {"error": f"the agent's process {how}"}
+        return {"error": too_late} if message.get("late") else message
 
     @asynccontextmanager
     async def _open(self) -> AsyncIterator[object]:
         """Context manager that calls the class's `open` and `close` in another process; yields the return value of `open`."""
         async with self._processes.job() as job:
             await job.send({"custom": self.custom, "limit_s": None})
-            said = await job.receive()
-            if said is None or "error" in said:
-                why = said["error"] if said else f"its process {await job.how_it_ended(GRACE_S)}"
+            message = await job.receive()
+            if message is None or "error" in message:
+                why = message["error"] if message else f"its process {await job.how_it_ended(GRACE_S)}"
                 raise ProgramFailed(f"rollout.agent={self.agent}: open: {why}")
-            yield said["opened"]
+            yield message["opened"]
             await job.send({})
             await job.how_it_ended(CLOSE_S)
 

@@ -105,43 +105,43 @@ class Client:
         number = next(self._numbers)
         answer = self._asked[number] = asyncio.get_running_loop().create_future()
         await self._messages.send([number, what, plain(arguments)])
-        found = await answer
-        if "failed" in found:
-            raise TurnFailed(found["failed"])
-        return Reply(**found)
+        answer_fields = await answer
+        if "failed" in answer_fields:
+            raise TurnFailed(answer_fields["failed"])
+        return Reply(**answer_fields)
 
     async def receive_answers(self) -> None:
         """Receive the answers to `_ask` until the episode ends."""
         while (answer := await self._messages.receive()) is not None:
-            number, found = answer
-            self._asked.pop(number).set_result(found)
+            number, answer_fields = answer
+            self._asked.pop(number).set_result(answer_fields)
 
 
 def load_agent(value: str) -> MakeAgent:
     """Load the class in `rollout.agent`. Raises UsageError if it is missing or not an agent."""
-    said = f"rollout.agent={value}"
-    found = load_named("rollout.agent", value)
-    if not inspect.isclass(found):
-        what = "a function" if inspect.isfunction(found) else repr(found)
-        raise UsageError(f"{said}: {value.rpartition(':')[2]} is {what}, not a class")
-    run = getattr(found, "run", None)
+    setting = f"rollout.agent={value}"
+    agent_class = load_named("rollout.agent", value)
+    if not inspect.isclass(agent_class):
+        what = "a function" if inspect.isfunction(agent_class) else repr(agent_class)
+        raise UsageError(f"{setting}: {value.rpartition(':')[2]} is {what}, not a class")
+    run = getattr(agent_class, "run", None)
     if not inspect.iscoroutinefunction(run):
         what = "has no method run" if run is None else "its method run is not async"
-        raise UsageError(f"{said}: {what}; an agent has `async def run(self, task, client)`")
+        raise UsageError(f"{setting}: {what}; an agent has `async def run(self, task, client)`")
     # Check the signatures now instead of failing in the first episode.
     for what, signature, arguments in (
-        ("must be constructible without arguments", inspect.signature(found), ()),
+        ("must be constructible without arguments", inspect.signature(agent_class), ()),
         ("must accept a call run(task, client)", inspect.signature(run), (None, None, None)),
     ):
         try:
             signature.bind(*arguments)
         except TypeError as error:
-            raise UsageError(f"{said}: an agent {what}: {error}") from None
+            raise UsageError(f"{setting}: an agent {what}: {error}") from None
     for name in ("open", "close"):
-        method = getattr(found, name, None)
+        method = getattr(agent_class, name, None)
         if method and not (inspect.ismethod(method) and inspect.iscoroutinefunction(method)):
-            raise UsageError(f"{said}: its method {name} must be an async class method")
-    return cast(MakeAgent, found)
+            raise UsageError(f"{setting}: its method {name} must be an async class method")
+    return cast(MakeAgent, agent_class)
 
 
 # --- in the process of an episode -------------------------------------------------------------------------------------------

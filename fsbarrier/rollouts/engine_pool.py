@@ -99,15 +99,15 @@ class EnginePool:
 
     async def query_models(self) -> None:
         """Check that some engine answers, and query its model. Raises EngineGone if none answers or one is not a vLLM server."""
-        found = await asyncio.gather(
+        results = await asyncio.gather(
             *(engine.query_model() for engine in self.engines), return_exceptions=True
         )
-        for engine, error in zip(self.engines, found, strict=True):
+        for engine, error in zip(self.engines, results, strict=True):
             if isinstance(error, EngineDown):
                 self._set_down(engine)
             elif isinstance(error, BaseException):
                 raise error
-        for error in found:
+        for error in results:
             if isinstance(error, EngineDown):
                 await self._until_some_is_up(error)
 
@@ -227,8 +227,8 @@ class Reservation:
         if self._pool.marks is None:
             # Try it with a line break too, because a tokenizer may join the mark and the line break in one token.
             texts = (OPEN, f"{OPEN}\n", CLOSE)
-            found = [await self.tokens(prompt=text, add_special_tokens=False) for text in texts]
-            self._pool.marks = ThoughtMarks(found[:2], found[2])
+            mark_tokens = [await self.tokens(prompt=text, add_special_tokens=False) for text in texts]
+            self._pool.marks = ThoughtMarks(mark_tokens[:2], mark_tokens[2])
         return self._pool.marks
 
     async def read_calls(
@@ -245,8 +245,8 @@ class Reservation:
                 return await sampler.posted(DERENDER, body)
 
         try:
-            said: Any = await self._on_live_engine(ask)
-            message: Mapping[str, object] = said["choices"][0]["message"]
+            response: Any = await self._on_live_engine(ask)
+            message: Mapping[str, object] = response["choices"][0]["message"]
         except (Refusal, EngineGone) as error:
             if isinstance(error, EngineDown):
                 raise
