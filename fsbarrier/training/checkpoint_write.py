@@ -75,7 +75,7 @@ class NodeCopy:
 
 @dataclass(frozen=True, slots=True)
 class NewVersion:
-    """What is to be saved, as every process gives it: tensors are DTensors, or plain ones that all processes hold whole.
+    """A policy version to save, as every process passes it: tensors are DTensors, or plain tensors that all processes hold whole.
 
     `weights`: what is served, each tensor once, in the order of the layers, to be written in `dtype`, and with `adapters` merged.
     `beside`: the folder whose tokenizer and other small files are copied; None: there are none. `trainer`: None: its state is not saved
@@ -97,11 +97,11 @@ class NewVersion:
 
     @property
     def models(self) -> dict[str, NewVersion]:
-        """Its models by the prefix of their names in the folder."""
+        """The models to save, by the prefix of their files' names."""
         return {"": self} if self.critic is None else {"": self, f"{CRITIC}/": self.critic}
 
     def served(self, name: str) -> Tensor:
-        """The whole of a weight. Every process must call this in the same order."""
+        """Gather a whole weight as it is served. Every process must call this in the same order."""
         weight = self.weights[name]
         merged = self.adapters.merged(name, weight) if self.adapters else weight
         return whole_tensor(merged, dtype_on_disk(weight, self.dtype))
@@ -109,7 +109,7 @@ class NewVersion:
 
 @dataclass
 class Written:
-    """What one process wrote: digests by the name in the folder, the file of each weight, the parts of the trainer's tensors."""
+    """The files that one process wrote: digests by name in the folder, the file of each weight, the parts of the trainer's tensors."""
 
     digests: dict[str, FileDigest] = field(default_factory=dict)
     weights: dict[str, str] = field(default_factory=dict)
@@ -187,7 +187,7 @@ def _write(out: Path, version: NewVersion, rank: int, world: int) -> Written:
 
 
 def _write_weights(out: Path, version: NewVersion, rank: int, world: int, written: Written) -> None:
-    """All processes gather every weight in turn; the process that writes its file keeps it until the file is complete."""
+    """Gather every weight in turn on all processes; the process that writes a weight's file keeps the weight until the file is complete."""
     planned = plan_files(sizes_on_disk(version.weights, version.dtype), world)
     copy = version.copy
     mine: dict[str, dict[str, Tensor]] = {}
@@ -214,7 +214,9 @@ def _write_weights(out: Path, version: NewVersion, rank: int, world: int, writte
 def _write_adapters(
     folder: Path, model: PreTrainedModel, adapters: Adapters, rank: int, written: Written
 ) -> None:
-    tensors = {name: whole_tensor(one, torch.float32).cpu() for name, one in adapters.stored(model).items()}
+    tensors = {
+        name: whole_tensor(tensor, torch.float32).cpu() for name, tensor in adapters.stored(model).items()
+    }
     if rank == 0:
         files.make_dirs(folder)
         weights = "adapter_model.safetensors"
@@ -226,12 +228,12 @@ def _write_adapters(
 
 def sizes_on_disk(weights: Mapping[str, Tensor | Partitioned], dtype: torch.dtype) -> dict[str, int]:
     """The size of each weight on disk, in bytes."""
-    return {name: one.numel() * dtype_on_disk(one, dtype).itemsize for name, one in weights.items()}
+    return {name: weight.numel() * dtype_on_disk(weight, dtype).itemsize for name, weight in weights.items()}
 
 
 def dtype_on_disk(weight: Tensor | Partitioned, dtype: torch.dtype) -> torch.dtype:
-    """That of the served weights for a parameter; a buffer keeps its own, because a router's bias in bfloat16 would choose other experts
-    than the trainer's."""
+    """Parameters get the dtype of the served weights. Buffers keep their own: a router's bias in bfloat16 would choose other experts than
+    the trainer does."""
     trained = isinstance(weight, (Parameter, Partitioned)) and weight.is_floating_point()
     return dtype if trained else weight.dtype
 
@@ -249,11 +251,11 @@ def plan_files(sizes: Mapping[str, int], world: int) -> list[tuple[int, str, lis
             filled = 0
         contents[-1] += names
         filled += size
-    shares, count, found = Shares(), len(contents), []
+    shares, count, planned = Shares(), len(contents), []
     for number, names in enumerate(contents, start=1):
         file = f"model-{number:05d}-of-{count:05d}.safetensors" if count > 1 else "model.safetensors"
-        found.append((shares.next(world, sum(sizes[name] for name in names)), file, names))
-    return found
+        planned.append((shares.next(world, sum(sizes[name] for name in names)), file, names))
+    return planned
 
 
 def _layer(name: str) -> str:
@@ -279,8 +281,8 @@ def _write_layout(
     path: Path, state: TrainerState, policy_version: int, written: Iterable[Written]
 ) -> FileDigest:
     tensors = {name: StoredTensor(tuple(tensor.shape), []) for name, tensor in state.tensors.items()}
-    for one in written:
-        for name, part in one.parts.items():
+    for process in written:
+        for name, part in process.parts.items():
             tensors[name].parts.append(part)
     layout = StateLayout(policy_version, state.optimizer_steps, state.scalars, tensors, state.kl_in_reward)
     return write_bytes(path, msgspec.json.encode(layout))
@@ -300,9 +302,9 @@ def _complete(out: Path, version: NewVersion, written: Sequence[Written]) -> dic
     """Write the layout and the index of weights of a model; returns the files of all processes."""
     digests: dict[str, FileDigest] = {}
     weights: dict[str, str] = {}
-    for one in written:
-        digests |= one.digests
-        weights |= one.weights
+    for process in written:
+        digests |= process.digests
+        weights |= process.weights
     if version.trainer is not None:
         layout = f"trainer/{LAYOUT}"
         digests[layout] = _write_layout(out / layout, version.trainer, version.policy_version, written)

@@ -57,7 +57,7 @@ class GapSums:
         self._values = torch.zeros(len(self._engines), 3, dtype=torch.float64, device=device)
 
     def add(self, new: Tensor, micro: MicroBatch, mask: Tensor, chosen: list[int]) -> None:
-        """`new`: the trainer's log-probabilities of the sequences `chosen`. What older policies sampled says nothing of these engines."""
+        """Add a micro-batch. `new`: the trainer's log-probabilities of the sequences `chosen`. Tokens of older policies are ignored."""
         own = mask & micro.current[:, None] & ~micro.engine.isnan()
         if not bool(own.any()):
             return
@@ -68,18 +68,18 @@ class GapSums:
         self._values[:, 2].scatter_reduce_(0, engine, gap.amax(1), "amax")
 
     def over_all(self, processes: Processes) -> LogprobGap:
-        """Every process must call this, and gets the same."""
+        """Combine the sums of all processes. Every process must call this, and gets the same result."""
         everyone = processes.gather(self._values)
         sums, counts = everyone[..., 0].sum(0).tolist(), everyone[..., 1].sum(0).tolist()
         most = everyone[..., 2].amax(0).tolist()
-        found = tuple(
+        engines = tuple(
             EngineGap(node, replica, int(count), total / count, maximum)
             for (node, replica), total, count, maximum in zip(
                 self._engines.tolist(), sums, counts, most, strict=True
             )
             if count
         )
-        return LogprobGap(sum(sums) / sum(counts), max(most), found) if found else LogprobGap()
+        return LogprobGap(sum(sums) / sum(counts), max(most), engines) if engines else LogprobGap()
 
 
 def check(gap: LogprobGap, settings: Settings, processes: Processes, model: Path) -> None:

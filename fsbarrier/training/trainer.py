@@ -1,4 +1,4 @@
-"""What an update trains, in one process: loading, resuming, and saving as a new policy version.
+"""Loads, resumes and saves what one process of an update trains: the policy, and the critic if there is one.
 
 A Trainer is independent of batches, so it can be kept between updates; optimizer_step.py trains it.
 """
@@ -46,12 +46,12 @@ class Trained:
 
 @dataclass
 class Trainer(Trained):
-    """The policy with its optimizer. `kl_in_reward`: the coefficient of now; `algorithm.kl_target` adapts it."""
+    """The policy with its optimizer. `kl_in_reward`: the current coefficient, which `algorithm.kl_target` adapts."""
 
     # The adapters that are trained instead of the policy; None: the full policy is trained.
     adapters: Adapters | None
     kl_in_reward: float
-    # The critic with its optimizer; None: without `algorithm.advantage=gae`.
+    # The critic with its optimizer; None without `algorithm.advantage=gae`.
     critic: Trained | None
 
     @classmethod
@@ -79,7 +79,7 @@ class Trainer(Trained):
             )
         )
         lora = settings.lora
-        # Of a sharded policy only the first process ever holds all weights.
+        # A sharded policy is loaded in parts: only the first process ever holds all weights.
         in_parts = not layout.has_it_whole and not lora.rank
         if in_parts and deepspeed:
             causal = partitioned_model(model_folder, settings, config, processes)
@@ -99,8 +99,8 @@ class Trainer(Trained):
             backend = TorchBackend(model, settings.optimizer, layout, processes)
             if in_parts:
                 policy.fill(causal, model_folder, settings.trainer, processes)
-        kept = backend.restore(state_folder, policy_version) if state_folder else None
-        steps, kl = (0, None) if kept is None else (kept.optimizer_steps, kept.kl_in_reward)
+        state = backend.restore(state_folder, policy_version) if state_folder else None
+        steps, kl = (0, None) if state is None else (state.optimizer_steps, state.kl_in_reward)
         kl = settings.algorithm.kl_in_reward if kl is None else kl
         critic = None
         if settings.algorithm.has_critic:
@@ -160,7 +160,7 @@ class Trainer(Trained):
         free, total = memory
         if not settings.manages_engine or settings.rl_phase == "update":
             return True
-        # What an engine allocates when it wakes; nothing if it has kept it.
+        # An engine allocates this share of the memory when it wakes, or has kept it allocated.
         return free >= int(settings.engine.gpu_memory_utilization * total)
 
 
@@ -172,8 +172,8 @@ def load_critic(
     state_folder: Path | None,
     policy_version: int,
 ) -> Trained:
-    """The critic beside a trainer state; with None a new one, of `critic.model` or of the policy's folder. Raises the errors of
-    Trainer.load."""
+    """Load the critic beside a trainer state; without a state, make a new one from `critic.model` or the policy's folder. Raises the
+    errors of Trainer.load."""
     trainer, folder, state = settings.trainer, Path(settings.critic.model or model_folder), None
     if state_folder is not None:
         stored = state_folder.parent / CRITIC
@@ -181,7 +181,7 @@ def load_critic(
     in_parts = not layout.has_it_whole
     load = policy.without_weights if in_parts else policy.load
     classifier = load(folder, trainer, value=True)
-    # It is stored as what it is, also where it began as a policy.
+    # Record the class that it has now, even if it was initialised from a policy.
     classifier.config.architectures = [type(classifier).__name__]
     model = ValueModel(classifier)
     model.train()
@@ -193,7 +193,7 @@ def load_critic(
 
 
 def critic_to_save(critic: Trained, policy_version: int, dtype: torch.dtype) -> NewVersion:
-    """What is saved of it with a policy version."""
+    """The critic's part of a policy version."""
     backend, exact = critic.backend, dtype is torch.float32
     state = backend.state(critic.optimizer_steps, without_weights=exact)
     return NewVersion(
@@ -202,12 +202,12 @@ def critic_to_save(critic: Trained, policy_version: int, dtype: torch.dtype) -> 
 
 
 def critics_optimizer(settings: Settings) -> OptimizerSettings:
-    """The policy's, with a learning rate of its own."""
+    """The settings of the policy's optimizer, with the critic's learning rate."""
     return replace(settings.optimizer, lr=settings.critic.lr)
 
 
 def update_load(model_folder: Path, settings: Settings, processes: Processes) -> UpdateLoad:
-    """The memory of one process of this update without sharding. Raises UsageError for a model that transformers cannot make."""
+    """The memory load of one process of this update without sharding. Raises UsageError if transformers cannot make the model."""
     accelerated = processes.device.type != "cpu"
     shape = shape_of(model_folder, settings.lora)
     return UpdateLoad.whole(shape, settings, element=processes.dtype.itemsize, accelerated=accelerated)
