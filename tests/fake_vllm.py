@@ -211,9 +211,12 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(200, {"data": [{"probs": [one], "num_classes": 1} for one in scores]})
 
     def teach(self, body: dict[str, Any]) -> None:
-        """The log-probability of a token is a hundredth of its id, negative."""
-        each = -0.02 if serving.get("garbled") else -0.01
-        found = [[None, *({str(t): {"logprob": t * each}} for t in ids[1:])] for ids in body["prompt"]]
+        """The log-probability of a token is a hundredth of its id, negative, if nothing else is told."""
+        times = 2 if serving.get("garbled") else 1
+        found = [
+            [None, *({str(t): {"logprob": times * MODE.get("logprob", -t / 100)}} for t in ids[1:])]
+            for ids in body["prompt"]
+        ]
         self.answer(200, {"choices": [{"index": n, "prompt_logprobs": one} for n, one in enumerate(found)]})
 
     # --- completions ---

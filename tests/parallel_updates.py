@@ -26,6 +26,7 @@ from trainer_bench import Bench, rollouts, settings
 from fsbarrier.settings.sections import Settings
 from fsbarrier.training.batch import TrainingBatch
 from fsbarrier.training.critic import train_critic, with_values
+from fsbarrier.training.engine_check import known_logprobs
 from fsbarrier.training.log_prob_pass import with_old, with_reference
 from fsbarrier.training.micro_batch import MicroBatch, plan
 from fsbarrier.training.optimizer_step import Sums, train
@@ -159,11 +160,14 @@ class Case:
         before = held(trainer, "weight")
         sums = step(trainer, batch, chosen, folder)
         weights, moments = held(trainer, "weight"), held(trainer, "exp_avg")
+        known = known_logprobs(trainer, batch, chosen)
+        assert known is not None
         return {
             "before": before,
             "weights": weights,
             "moments": moments,
             "gap": sums.gap.maximum,
+            "known": [one for row in known.sequences for one in row.logprobs if one is not None],
             "loss": sums.loss,
             "grad_norm": sums.grad_norm,
             "layout": trainer.layout.described(trainer.processes),
@@ -282,6 +286,9 @@ def main(folder: Path, cases: list[str]) -> None:
         assert not case.clip or found["grad_norm"] > 10 * CLIP
         # Advantages are centred, so that the sum over all tokens is nearly nothing.
         assert abs(found["loss"] - alone["loss"]) < 100 * TOLERANCE[case.dtype][0], f"{text}: {found['loss']}"
+        # What an engine is compared with is computed by all processes together.
+        told = max(abs(a - b) for a, b in zip(found["known"], alone["known"], strict=True))
+        assert told < (0.02 if case.dtype == "float32" else 0.2), f"{text}: {told}"
         allowed = TOLERANCE[case.dtype]
         if case.steps:
             # Each step enlarges what the steps before it rounded differently: by how much, this model shows on one process.

@@ -38,6 +38,7 @@ from fsbarrier.engine.engine import Engine
 from fsbarrier.engine.model import inspect
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.processes import processes
+from fsbarrier.rundir.known_logprobs import KnownLogprobs, KnownSequence
 from fsbarrier.settings.resolve import resolve
 from fsbarrier.settings.sections import FrozenEngineSettings
 
@@ -127,30 +128,77 @@ def test_a_tied_model_is_served_with_a_head_of_its_own_and_reloaded(
     assert (Path(served(other)) / "model-head.safetensors").read_bytes().endswith(bytes([3]) * 32)
 
 
-def test_an_architecture_that_nobody_tested_is_reloaded_for_a_test_and_restarted_if_that_garbles_it(
-    tmp_path: Path, make: Make
+def known(each: float = -0.01, compared: int = 80) -> KnownLogprobs:
+    """What a trainer says that the stand-in computes; `each`: the log-probability of a token, by its number."""
+    ids = tuple(range(2, 2 + compared + 3))
+    logprobs = (None, None, None, *(t * each for t in ids[3:]))
+    return KnownLogprobs(0.05, (KnownSequence(ids, logprobs), KnownSequence((9, 5), (None, 5 * each))))
+
+
+WRONG = (
+    "does not serve the weights of policy version {}, or computes otherwise than the trainer: its log-probabilities differ by {} on "
+    "average, more than 0.05 (algorithm.max_logprob_gap)"
+)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_a_reload_that_garbles_the_weights_is_found_and_the_server_restarted(
+    tmp_path: Path, make: Make, kind: str
 ) -> None:
-    folders = [write_model(tmp_path / name, model_type="qwen3_moe") for name in ("a", "b", "c")]
+    folders = [write_model(tmp_path / name, model_type=kind) for name in ("a", "b", "c")]
     engine = make(reload="garble")
-    first = engine.ensure(folders[0], 0, cancel=NEVER)
-    why = "this vLLM does not serve a qwen3_moe model as before after a reload in place"
-    assert (first.action, first.note) == ("started", f"started twice: {why}")
-    for version, folder in enumerate(folders[1:], start=1):
-        after = engine.ensure(folder, version, cancel=NEVER)
-        assert (after.action, after.note) == ("started", f"restarted: {why}")
-    # It was tried once.
+    assert engine.ensure(folders[0], 0, cancel=NEVER).note == ""
+    after = engine.ensure(folders[1], 1, cancel=NEVER, known=known())
+    assert (after.action, after.note) == ("started", f"restarted: {WRONG.format(1, '0.4401')}")
+    assert engine.ensure(folders[1], 1, cancel=NEVER, known=known()).action == "kept"
+    # It is not tried again.
+    after = engine.ensure(folders[2], 2, cancel=NEVER, known=known())
+    why = f"this vLLM does not serve a {kind} model rightly after a reload in place"
+    assert (after.action, after.note) == ("started", f"restarted: {why}")
     asked = (tmp_path / "fake" / "requests.jsonl").read_text()
-    assert asked.count('"/collective_rpc"') == 1
+    assert (asked.count('"/collective_rpc"'), asked.count('"prompt_logprobs"')) == (1, 3)
 
 
-def test_an_architecture_that_nobody_tested_is_reloaded_if_the_test_finds_nothing(
+@pytest.mark.parametrize("first", ["started", "reloaded"])
+def test_a_server_that_computes_something_else_than_the_trainer_is_never_used(
+    tmp_path: Path, make: Make, first: str
+) -> None:
+    engine, folder = make(), write_model(tmp_path / "b")
+    if first == "reloaded":
+        assert engine.ensure(write_model(tmp_path / "a"), 6, cancel=NEVER, known=known()).action == "started"
+    for _ in range(2):
+        with pytest.raises(ProgramFailed) as caught:
+            engine.ensure(folder, 7, cancel=NEVER, known=known(-0.03))
+        assert str(caught.value).splitlines()[0] == f"vLLM {WRONG.format(7, '0.8802')}"
+        assert engine.state == "off"
+    starts = (tmp_path / "vllm.log").read_text().count("starting")
+    assert starts == (3 if first == "reloaded" else 2)
+    assert engine.ensure(folder, 7, cancel=NEVER, known=known()).action == "started"
+
+
+def test_a_difference_in_a_few_tokens_is_weighed_as_one_of_few(tmp_path: Path, make: Make) -> None:
+    """A single token is off by 0.9 here, as bfloat16 may have it."""
+    few = KnownLogprobs(0.05, (KnownSequence((9, 10, 20), (None, -0.1, -1.1)),))
+    assert make().ensure(write_model(tmp_path / "a"), 1, cancel=NEVER, known=few).action == "started"
+
+
+def test_an_architecture_that_nobody_tested_is_reloaded_once_that_can_be_compared(
     tmp_path: Path, make: Make
 ) -> None:
-    engine = make()
-    first = engine.ensure(write_model(tmp_path / "a", model_type="qwen3_moe"), 0, cancel=NEVER)
-    after = engine.ensure(write_model(tmp_path / "b", model_type="qwen3_moe"), 1, cancel=NEVER)
-    assert (first.action, first.note, after.action) == ("started", "", "reloaded")
-    assert after.pid == first.pid
+    engine, folders = (
+        make(),
+        [write_model(tmp_path / str(number), model_type="qwen3_moe") for number in range(5)],
+    )
+    first = engine.ensure(folders[0], 0, cancel=NEVER)
+    unknown = "whether vLLM reloads a qwen3_moe model rightly is not known yet"
+    second = engine.ensure(folders[1], 1, cancel=NEVER)
+    assert (second.action, second.note) == ("started", f"restarted: {unknown}") and second.pid != first.pid
+    kept = engine.ensure(folders[2], 2, cancel=NEVER, in_flight=True, known=known())
+    assert (kept.action, kept.note) == ("kept", f"keeps its weights: {unknown}")
+    third = engine.ensure(folders[2], 2, cancel=NEVER, known=known())
+    assert (third.action, third.note, third.pid) == ("reloaded", "", second.pid)
+    assert engine.ensure(folders[3], 3, cancel=NEVER, in_flight=True, known=known()).action == "reloaded"
+    assert engine.ensure(folders[4], 4, cancel=NEVER).action == "reloaded"
 
 
 @pytest.mark.parametrize(

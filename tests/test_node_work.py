@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -35,7 +35,8 @@ from fsbarrier.run import worker_program
 from fsbarrier.run.job import NodeUnfit, RowJob, Workplace
 from fsbarrier.run.job_runner import JobRunner, failure
 from fsbarrier.run.working_node import WorkingNode
-from fsbarrier.rundir import checkpoints, retention
+from fsbarrier.rundir import checkpoints, known_logprobs, retention
+from fsbarrier.rundir.known_logprobs import KnownLogprobs, KnownSequence
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import Settings
 from fsbarrier.specs import Launch, Spec
@@ -244,6 +245,30 @@ def test_no_engine_loads_another_policy_than_the_one_that_was_published(
     with pytest.raises(ProgramFailed, match="holds another policy than was published"):
         node_at(place).serve(weights)
     assert served == [folder / "model"]
+
+
+@pytest.mark.parametrize("limit", [None, 3.0])
+def test_engines_are_compared_with_what_the_version_s_trainer_computed(
+    place: Workplace, tmp_path: Path, limit: float | None
+) -> None:
+    """With the limit of today's settings, if there is one, so that a person can go on after a difference that is none."""
+    folder, asked = policy(tmp_path).folder, list[Any]()
+
+    def ensure(*_: Any, known: Any, **more: Any) -> Any:
+        asked.append(known)
+        info = {"url": "u", "api_key": "k", "model": "m", "action": "reloaded"}
+        return [SimpleNamespace(**info, seconds=1.0, note="")]
+
+    place.engines = cast(Any, SimpleNamespace(ensure=ensure, use=lambda devices: None))
+    settings = Settings()
+    settings = replace(settings, algorithm=replace(settings.algorithm, max_logprob_gap=limit))
+    node, weights = node_at(place, replace(context(), settings=settings)), Weights(folder / "model", 1)
+    node.serve(weights)
+    told = KnownLogprobs(0.5, (KnownSequence((4, 7), (None, -1.25)),))
+    (folder / known_logprobs.NAME).write_bytes(told.encode())
+    checkpoints.write_manifest(folder, 1)
+    node.serve(weights)
+    assert asked == [None, replace(told, limit=limit or 0.5)]
 
 
 @pytest.mark.parametrize("size", [0, 99, 101])

@@ -29,7 +29,7 @@ from trainer_bench import (
 )
 
 from fsbarrier.errors import ProgramFailed, UsageError
-from fsbarrier.rundir import checkpoints
+from fsbarrier.rundir import checkpoints, known_logprobs
 
 pytestmark = pytest.mark.torch
 
@@ -229,6 +229,41 @@ def test_log_probabilities_are_compared_at_the_sampling_temperature(tmp_path: Pa
     work.nested["rollout"]["temperature"] = 1.0
     with pytest.raises(ProgramFailed, match="max_logprob_gap"):
         work.update("other")
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_version_tells_what_an_engine_must_compute_with_it(tmp_path: Path, rank: int) -> None:
+    """Without the temperature that rollouts have, and not what the model before it computes."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    work = Bench(
+        tmp_path,
+        settings(rollout__temperature=0.7, lora__rank=rank, optimizer__lr=0.05, engine__max_model_len=6),
+    )
+    rollouts(tmp_path / "merged", tiny_model(tmp_path / "model"), temperature=0.7)
+    work.prepare()
+    work.update("v1")
+    known = known_logprobs.read(tmp_path / "v1")
+    assert known is not None and known.limit == 0.002 and len(known.sequences) == 16
+    gaps = []
+    for folder in (tmp_path / "v1" / "model", tmp_path / "model"):
+        model, computed = AutoModelForCausalLM.from_pretrained(folder), []
+        for one in known.sequences:
+            tokens = torch.tensor([one.token_ids])
+            with torch.no_grad():
+                found = torch.log_softmax(model(tokens).logits[0, :-1], -1).gather(1, tokens[0, 1:, None])
+            computed.append([0.0, *found[:, 0].tolist()])
+        gaps.append(known.gap(computed))
+    assert gaps[0] < 1e-5 and gaps[1] > 0.01, gaps
+    # An engine says one token more than it reads.
+    assert {len(one.token_ids) for one in known.sequences} == {3, 4, 5}
+    compared = [[at for at, value in enumerate(one.logprobs) if value is not None] for one in known.sequences]
+    assert {tuple(one) for one in compared} == {(2,), (2, 3), (2, 3, 4)}
+    assert "logprobs.json" in checkpoints.verify(tmp_path / "v1").files
+    (tmp_path / "v1" / "logprobs.json").write_text("{}")
+    with pytest.raises(ProgramFailed, match=r"logprobs\.json differs from what MANIFEST\.json says"):
+        known_logprobs.read(tmp_path / "v1")
 
 
 def test_a_loss_that_is_no_number_leaves_no_checkpoint(tmp_path: Path) -> None:

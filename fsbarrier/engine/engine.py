@@ -30,6 +30,7 @@ from fsbarrier.engine.span import Door, Link, Meeting, meet
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.processes.limits import memory_bytes
 from fsbarrier.processes.secret_variables import without_secrets
+from fsbarrier.rundir.known_logprobs import KnownLogprobs
 from fsbarrier.settings.sections import EngineSettings, FrozenEngineSettings, ServerSettings
 from fsbarrier.store import files
 from fsbarrier.store.scratch_dir import SHORT_PLACE, scratch_dir
@@ -105,8 +106,8 @@ class Engine:
         # Where the other nodes of the engine come, and which these are; None: it is this node's alone.
         self._door = door
         self._span: Span | None = None
-        # Whether the models of this run can be reloaded in place, as far as a start has tried it.
-        self._reloads = True
+        # Whether the models of this run can be reloaded in place; None: no reload has been compared with the trainer yet.
+        self._reloads: bool | None = None
 
     def ensure(
         self,
@@ -116,10 +117,12 @@ class Engine:
         cancel: threading.Event,
         in_flight: bool = False,
         span: Span | None = None,
+        known: KnownLogprobs | None = None,
     ) -> EngineInfo:
         """Serve the model folder `weights` as `policy_version`: start, reload in place, restart, or do nothing. `in_flight`: running
         requests go on; if the server would have to be restarted for that, it keeps its weights. `span`: the nodes that share the engine,
-        which all call this with the same weights.
+        which all call this with the same weights. `known`: what a server of our own must compute with these weights; None: it is not
+        compared.
 
         Returns when the server serves these weights, within `engine.start_timeout_s`. Raises ProgramFailed with the end of the server's log
         (damaged folder, failed start), also when `cancel` is set.
@@ -140,7 +143,9 @@ class Engine:
                 if span is not None and span.place:
                     server, action, note = self._follow(model, span, deadline, cancel), "part", ""
                 else:
-                    server, action, note = self._bring_to(model, policy_version, deadline, cancel, in_flight)
+                    server, action, note = self._bring_to(
+                        model, policy_version, deadline, cancel, in_flight, known
+                    )
                     if span is not None and server.bond is not None:
                         server.bond.say_serving(span.turn)
                 client, pid, name = server.client, server.child.pid, self._served_name
@@ -205,6 +210,7 @@ class Engine:
         deadline: float,
         cancel: threading.Event,
         in_flight: bool,
+        known: KnownLogprobs | None,
     ) -> tuple[Server, str, str]:
         """Our server, serving `model`, with the action taken and a note."""
         server, note = self._server, ""
@@ -219,24 +225,35 @@ class Engine:
                     return server, "woken", ""
             else:
                 served = self._as_served(model, policy_version)
-                reason = server.not_loadable(served)
+                reason = server.not_loadable(served, known, in_flight=in_flight)
                 if reason and in_flight:
                     return server, "kept", f"keeps its weights: {reason}"
-                reason = reason or server.reload(served, policy_version, cancel, in_flight=in_flight)
+                reason = reason or self._reload(server, served, policy_version, cancel, in_flight, known)
                 if not reason:
                     server.serving = (model.path, policy_version)
                     return server, "reloaded", ""
             note = f"restarted: {reason}"
             self._stop_server()
-        server = self._start(model, policy_version, deadline, cancel)
-        # A frozen engine is never reloaded, and the parts of one that spans nodes would not come along.
-        if self._reloads and not self._frozen and self._span is None:
-            self._reloads = server.reloads_faithfully(policy_version, cancel)
-            if not self._reloads:
-                self._stop_server()
-                server = self._start(model, policy_version, deadline, cancel)
-                note = "started twice: " + server.not_loadable(model)
-        return server, "started", note
+        return self._start(model, policy_version, deadline, cancel, known), "started", note
+
+    def _reload(
+        self,
+        server: Server,
+        served: ModelFolder,
+        policy_version: int,
+        cancel: threading.Event,
+        in_flight: bool,
+        known: KnownLogprobs | None,
+    ) -> str:
+        """Reload in place, and compare; returns "" or the reason for a restart. One wrong reload is the last one of this engine."""
+        reason = server.reload(served, policy_version, cancel, in_flight=in_flight)
+        if reason or known is None:
+            return reason
+        wrong = server.differs(known, policy_version, cancel)
+        # A server that has ended says nothing of reloads.
+        if not wrong or server.child.poll() is None:
+            self._reloads = server.reloads = not wrong
+        return wrong
 
     def _as_served(self, model: ModelFolder, policy_version: int) -> ModelFolder:
         # The other nodes of an engine could not read what is made here.
@@ -245,15 +262,21 @@ class Engine:
         return with_own_head(model, policy_version, self.work_dir / "served")
 
     def _start(
-        self, model: ModelFolder, policy_version: int, deadline: float, cancel: threading.Event
+        self,
+        model: ModelFolder,
+        policy_version: int,
+        deadline: float,
+        cancel: threading.Event,
+        known: KnownLogprobs | None,
     ) -> Server:
-        """Start a server and wait until it is ready."""
+        """Start a server, wait until it is ready, and compare it."""
         links, meeting = list[Link](), None
         if self._span is not None and self._door is not None:
             links, meeting = self._door.gather(self._span, deadline, self._called_off(cancel))
         server = self._launch(self._as_served(model, policy_version), links, meeting)
         label = None if self._frozen else policy_version
         problem = server.wait_until_it_answers(deadline, cancel, label)
+        problem = problem or server.differs(known, policy_version, cancel)
         if problem:
             message = server.failure_text(problem)
             self._stop_server()

@@ -25,6 +25,7 @@ from fsbarrier.engine.engine import Engine, EngineInfo, Release
 from fsbarrier.engine.placement import Placement, placements
 from fsbarrier.engine.span import Door
 from fsbarrier.errors import ProgramFailed
+from fsbarrier.rundir.known_logprobs import KnownLogprobs
 from fsbarrier.settings.sections import ServerSettings
 
 T = TypeVar("T")
@@ -103,11 +104,12 @@ class Replicas:
         show: Callable[[int], None] = lambda ready: None,
         in_flight: bool = False,
         span: Span | None = None,
+        known: KnownLogprobs | None = None,
     ) -> list[EngineInfo]:
         """Make every replica serve the model folder `weights` as `policy_version`; `show` receives the number of ready replicas.
 
-        `threads`: total compute threads on a CPU. `in_flight`, `span`: see Engine.ensure. Raises ProgramFailed with the first failure; the
-        other replicas are then ready, and a retry does not restart them.
+        `threads`: total compute threads on a CPU. `in_flight`, `span`, `known`: see Engine.ensure. Raises ProgramFailed with the first
+        failure; the other replicas are then ready, and a retry does not restart them.
         """
         for engine in self.engines:
             engine.threads = max(1, threads // len(self.engines)) if threads else 0
@@ -115,7 +117,9 @@ class Replicas:
 
         def bring(engine: Engine) -> EngineInfo:
             nonlocal ready
-            info = engine.ensure(weights, policy_version, cancel=cancel, in_flight=in_flight, span=span)
+            info = engine.ensure(
+                weights, policy_version, cancel=cancel, in_flight=in_flight, span=span, known=known
+            )
             with lock:
                 ready += 1
                 show(ready)

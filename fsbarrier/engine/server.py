@@ -2,8 +2,8 @@
 
 New weights are loaded into the running server if that is known to be correct: same architecture and shapes, and a separate
 output head. With tied embeddings, vLLM would silently keep the *old* head, so such a model is served with a separate head
-(own_head.py), or never reloaded in place if its architecture does not support that. An architecture that nobody has tested is reloaded
-once with the weights that it has, and must then compute what it did before.
+(own_head.py), or never reloaded in place if its architecture does not support that. After a start and after a reload, the server must
+compute what the trainer computed with these weights, as far as the trainer has said it (rundir/known_logprobs.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from fsbarrier.engine import accelerators, command
 from fsbarrier.engine.client import CalledOff, EngineClient, Refused, Unreachable
@@ -26,6 +26,7 @@ from fsbarrier.errors import ProgramFailed
 from fsbarrier.processes import last_words
 from fsbarrier.processes.supervisor import Child
 from fsbarrier.rundir import log_tail
+from fsbarrier.rundir.known_logprobs import KnownLogprobs
 from fsbarrier.rundir.log_tail import SHOWN_LINES
 from fsbarrier.store.retry import Backoff, patiently
 
@@ -40,10 +41,6 @@ ASLEEP_BYTES = 2 << 30
 NOT_LOADED = "Following weights were not loaded from checkpoint"
 # More than it writes during a reload.
 RELOAD_LINES = 1000
-# What a server is asked for before and after it is reloaded for a test: tokens that every vocabulary has.
-PROBE = tuple(range(2, 18))
-# The mean difference of log-probabilities that computing twice may make, in bfloat16 too.
-PROBE_LIMIT = 0.01
 
 
 @dataclass
@@ -68,8 +65,8 @@ class Server:
     asleep: bool = False
     # With its parts on other nodes, if it spans several.
     bond: Bond | None = None
-    # Whether it computes what it should after a reload in place.
-    reloads: bool = True
+    # Whether a server of this engine computed what it should after a reload in place; None: not compared yet.
+    reloads: bool | None = None
 
     @classmethod
     def launch(
@@ -157,51 +154,60 @@ class Server:
             ]
         )
 
-    def not_loadable(self, model: ModelFolder) -> str:
-        """Why the running server cannot load these weights; "" if it can."""
-        if not self.reloads:
-            return "this vLLM does not serve a " + self._kind + " model as before after a reload in place"
+    def not_loadable(self, model: ModelFolder, known: KnownLogprobs | None, *, in_flight: bool) -> str:
+        """Why the running server cannot load these weights; "" if it can. `known`: what it will be compared with. Before a reload in flight
+        this must have been done, since running requests would go on with wrong weights until then."""
+        kind = self.first_model.config.get("model_type")
+        if self.reloads is False:
+            return f"this vLLM does not serve a {kind} model rightly after a reload in place"
         if model.tied or self.first_model.tied:
             return "its output head is tied to the embedding, which vLLM does not reload"
         if model.signature is None or model.signature != self.first_model.signature:
             return "the new weights have another configuration or other shapes"
+        if self.reloads is None and kind not in KNOWN and (known is None or in_flight):
+            return f"whether vLLM reloads a {kind} model rightly is not known yet"
         return ""
 
-    @property
-    def _kind(self) -> str:
-        return str(self.first_model.config.get("model_type"))
-
-    def reloads_faithfully(self, policy_version: int, cancel: threading.Event) -> bool:
-        """Whether it computes the same before and after a reload of the weights that it was started with. If not, start it again.
+    def differs(self, known: KnownLogprobs | None, policy_version: int, cancel: threading.Event) -> str:
+        """How what it computes differs from what is `known` of the weights that it should serve; "" if it does not, or nothing is known.
 
         vLLM rearranges the weights of some architectures when it loads them, those of experts for example, and then loads new ones wrongly
         without a word. Raises ProgramFailed if it is called off.
         """
-        model = self.first_model
-        if self._kind in KNOWN or self.not_loadable(model):
-            return True
+        if known is None:
+            return ""
+        serves = f"does not serve the weights of policy version {policy_version}, or computes otherwise than the trainer: "
         try:
-            before = self._probe(cancel)
-            if self.reload(model, policy_version, cancel, in_flight=False):
-                return False
-            after = self._probe(cancel)
-        except (Refused, Unreachable):
-            return False
+            gap = known.gap(self._logprobs([one.token_ids for one in known.sequences], cancel))
+        except (Refused, Unreachable, ValueError) as error:
+            return f"{serves}{error}"
         except CalledOff:
-            raise ProgramFailed("the start of vLLM was cancelled") from None
-        apart = [abs(one - other) for one, other in zip(before, after, strict=True)]
+            raise ProgramFailed("comparing vLLM with the trainer was cancelled") from None
         # The comparison is negated so that NaN counts as bad.
-        return not (not apart or not sum(apart) / len(apart) <= PROBE_LIMIT)
+        if not gap <= known.limit:
+            limit = f"{known.limit:g} (algorithm.max_logprob_gap)"
+            return f"{serves}its log-probabilities differ by {gap:.4f} on average, more than {limit}"
+        return ""
 
-    def _probe(self, cancel: threading.Event) -> list[float]:
-        """The log-probabilities of some tokens. Raises Refused, Unreachable, CalledOff."""
-        body = {"model": command.SERVED_NAME, "prompt": [PROBE], "prompt_logprobs": 0, "max_tokens": 1}
-        match self.client.call(
+    def _logprobs(self, sequences: Sequence[Sequence[int]], cancel: threading.Event) -> list[list[float]]:
+        """The log-probability of each token given those before it; 0 of the first one.
+
+        Raises Refused, Unreachable, CalledOff, ValueError.
+        """
+        body = {"model": command.SERVED_NAME, "prompt": sequences, "prompt_logprobs": 0, "max_tokens": 1}
+        answer: Any = self.client.call(
             "POST", "/v1/completions", body, timeout_s=self.start_timeout_s, cancel=cancel
-        ):
-            case {"choices": [{"prompt_logprobs": [None, *tokens]}]}:
-                return [float(token[str(of)]["logprob"]) for of, token in zip(PROBE[1:], tokens, strict=True)]
-        raise Unreachable(f"{self.client.url}/v1/completions: gives no log-probabilities of a prompt")
+        )
+        try:
+            found = {one["index"]: one["prompt_logprobs"][1:] for one in answer["choices"]}
+            return [
+                [0.0, *(float(one[str(t)]["logprob"]) for t, one in zip(tokens[1:], found[n], strict=True))]
+                for n, tokens in enumerate(sequences)
+            ]
+        except (LookupError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"it gives no log-probability of each token ({type(error).__name__}: {error})"
+            ) from None
 
     def reload(
         self, model: ModelFolder, policy_version: int, cancel: threading.Event, *, in_flight: bool

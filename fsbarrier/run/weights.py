@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +16,9 @@ from fsbarrier.node import Weights
 from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.run.job import RowJob, Workplace
 from fsbarrier.rundir import checkpoints
+from fsbarrier.rundir.known_logprobs import KnownLogprobs
+from fsbarrier.rundir.known_logprobs import read as read_known
+from fsbarrier.settings.sections import Settings
 
 #: files beside weights that no engine reads
 NOT_LOADED = (".md", ".log")
@@ -59,6 +62,21 @@ def checked_weights(
     return folder, [{"event": "weights_checked", **fields}]
 
 
+def known_logprobs(
+    model: Path, job: RowJob, workplace: Workplace, settings: Settings
+) -> KnownLogprobs | None:
+    """What engines must compute with the weights in `model`; None if it is no published version, or its trainer wrote none.
+
+    A limit that the user has set since then holds for this comparison too. Raises ProgramFailed, Cancelled.
+    """
+    version, limit = model.parent, settings.algorithm.max_logprob_gap
+    with job.using_directory(f"reading what {version.name} computes"):
+        if not workplace.patiently(job, (version / checkpoints.MANIFEST).exists):
+            return None
+        known = workplace.patiently(job, partial(read_known, version))
+    return known if known is None or limit is None else replace(known, limit=limit)
+
+
 def _check_all(model: Path, job: RowJob) -> None:
     """Verify the model's folder. It must have no files beside those of the manifest, since an engine may load any file."""
     version, part = model.parent, f"{model.name}/"
@@ -94,6 +112,7 @@ class InFlight:
     weights: Weights
     job: RowJob
     workplace: Workplace
+    settings: Settings
     # When to look again; never once they have taken it.
     next_look: float = 0.0
 
@@ -115,5 +134,6 @@ class InFlight:
             cancel=job.cancel,
             in_flight=True,
             span=weights.span,
+            known=known_logprobs(weights.folder, job, workplace, self.settings),
         )
         job.events += [*lines, *ready_lines(infos, serving=weights.policy_version, in_flight=True)]

@@ -154,7 +154,11 @@ class ProgramRun:
         it needs an engine and none is left."""
         job, workplace = self.job, self.workplace
         assert job.progress_file is not None
-        in_flight = None if self.in_flight is None else InFlight(self.in_flight, job, workplace)
+        in_flight = (
+            None
+            if self.in_flight is None
+            else InFlight(self.in_flight, job, workplace, self.context.settings)
+        )
         last_stamp, changed_at = 0, job.clock()
         while (code := child.wait(WATCH_S)) is None:
             if job.cancel.is_set():

@@ -17,7 +17,7 @@ from fsbarrier.node import NOTHING, Node, Port, Publication, Weights
 from fsbarrier.processes.rendezvous import LOOPBACK, port_of
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.run.job import RowJob, Workplace, plain_values
-from fsbarrier.run.weights import checked_weights, ready_lines
+from fsbarrier.run.weights import checked_weights, known_logprobs, ready_lines
 from fsbarrier.run.worker_program import ProgramRun
 from fsbarrier.rundir import checkpoints, journal, retention
 from fsbarrier.specs import EngineAddress, Launch, PolicyEngine, Spec
@@ -104,6 +104,7 @@ class WorkingNode(Node):
             cancel=job.cancel,
             show=show,
             span=weights.span,
+            known=known_logprobs(weights.folder, job, workplace, self.context.settings),
         )
         # Known only if the weights have just been verified: once after each update.
         source = {"weights_from": lines[-1]["weights_from"]} if lines else {}

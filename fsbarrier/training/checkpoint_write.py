@@ -5,6 +5,7 @@
     trainer/part-00003.safetensors           process 3's part of the fp32 weights and both moments
     trainer/layout.json                      the positions of those parts in the whole tensors
     critic/model, critic/trainer             the same of a critic, where the trainer state is saved
+    logprobs.json                            what an engine must compute with these weights
 
 Each process fsyncs its files, all exchange their results, and one writes the manifest.
 """
@@ -30,8 +31,9 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from fsbarrier.engine.model import INDEX
 from fsbarrier.errors import ProgramFailed, first_line
-from fsbarrier.rundir import checkpoints
+from fsbarrier.rundir import checkpoints, known_logprobs
 from fsbarrier.rundir.hashed_file import FileDigest, digest_of
+from fsbarrier.rundir.known_logprobs import KnownLogprobs
 from fsbarrier.store import files, owned
 from fsbarrier.training import safetensors_file
 from fsbarrier.training.beside_weights import ADAPTER, write_beside, write_bytes
@@ -80,7 +82,7 @@ class NewVersion:
     `weights`: what is served, each tensor once, in the order of the layers, to be written in `dtype`, and with `adapters` merged.
     `beside`: the folder whose tokenizer and other small files are copied; None: there are none. `trainer`: None: its state is not saved
     with this version; then `state_in` is for the Manifest. `copy`: where this node gets a copy of the weights, if there is room; None:
-    nowhere. `critic`: what is saved of it in a folder of its own.
+    nowhere. `critic`: what is saved of it in a folder of its own. `known`: what an engine must compute with these weights; None: not known.
     """
 
     policy_version: int
@@ -94,6 +96,7 @@ class NewVersion:
     trained_since: tuple[str, ...] = ()
     copy: NodeCopy | None = None
     critic: NewVersion | None = None
+    known: KnownLogprobs | None = None
 
     @property
     def models(self) -> dict[str, NewVersion]:
@@ -165,7 +168,8 @@ def _make_empty(folder: Path) -> None:
     """Remove the files of an attempt that ended before its manifest."""
     for leftover in FOLDERS:
         owned.discard(folder / leftover)
-    (folder / checkpoints.MANIFEST).unlink(missing_ok=True)
+    for name in (checkpoints.MANIFEST, known_logprobs.NAME):
+        (folder / name).unlink(missing_ok=True)
     files.make_dirs(folder)
 
 
@@ -294,6 +298,8 @@ def _commit(out: Path, version: NewVersion, written: Sequence[Sequence[Written]]
     for (prefix, one), of_all in zip(version.models.items(), zip(*written, strict=True), strict=True):
         completed = _complete(out / prefix, one, of_all)
         digests |= {prefix + name: digest for name, digest in completed.items()}
+    if version.known is not None:
+        digests[known_logprobs.NAME] = write_bytes(out / known_logprobs.NAME, version.known.encode())
     manifest = checkpoints.Manifest(version.policy_version, digests, version.state_in, version.trained_since)
     return checkpoints.commit(out, manifest).digest
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fsbarrier.errors import ProgramFailed
+from fsbarrier.rundir.known_logprobs import ENOUGH_TOKENS
 from fsbarrier.settings.sections import Settings
 from fsbarrier.training.batch import TrainingBatch
 from fsbarrier.training.micro_batch import MicroBatch
@@ -20,8 +21,6 @@ from fsbarrier.training.processes import Processes
 
 # Maximum mean difference explained by precision: if both compute in float32, and otherwise.
 LIMITS = {True: 2e-3, False: 0.05}
-# Minimum number of tokens to judge a single engine, because a few outliers could look like a fault.
-ENOUGH_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +83,7 @@ class GapSums:
 
 def check(gap: LogprobGap, settings: Settings, processes: Processes, model: Path) -> None:
     """Raises ProgramFailed if the gap of all engines, or of one, exceeds the limit."""
-    limit = settings.algorithm.max_logprob_gap or LIMITS[both_exact(settings, processes)]
+    limit = limit_of(settings, processes)
     judged = [one for one in gap.engines if one.tokens >= ENOUGH_TOKENS]
     # The comparison is negated so that NaN counts as bad.
     bad = [one for one in judged if not one.mean <= limit]
@@ -104,6 +103,11 @@ def check(gap: LogprobGap, settings: Settings, processes: Processes, model: Path
         f"engine and trainer, more than {limit:g} (algorithm.max_logprob_gap), for {who}: the engine does not serve the "
         f"weights in {model}, or computes them differently{advice}"
     )
+
+
+def limit_of(settings: Settings, processes: Processes) -> float:
+    """The largest mean difference that is no fault."""
+    return settings.algorithm.max_logprob_gap or LIMITS[both_exact(settings, processes)]
 
 
 def both_exact(settings: Settings, processes: Processes) -> bool:

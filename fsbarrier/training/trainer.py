@@ -13,6 +13,7 @@ import torch
 
 from fsbarrier.planning.memory import UpdateLoad
 from fsbarrier.rundir import checkpoints
+from fsbarrier.rundir.known_logprobs import KnownLogprobs
 from fsbarrier.settings.sections import OptimizerSettings, Settings
 from fsbarrier.training import checkpoint_write, policy
 from fsbarrier.training.architecture import shape_of
@@ -116,11 +117,13 @@ class Trainer(Trained):
         state_in: str | None = "",
         trained_since: tuple[str, ...] = (),
         copy: NodeCopy | None = None,
+        known: KnownLogprobs | None = None,
     ) -> str:
         """Save the new policy version to `out`; returns its identity.
 
         Every process must call this and writes its part; if one fails, all fail. Also copies the model folder's other files.
-        `state_in`: "": the trainer state is saved too; otherwise see checkpoints.Manifest, also for `trained_since`. Raises ProgramFailed.
+        `state_in`: "": the trainer state is saved too; otherwise see checkpoints.Manifest, also for `trained_since`. `known`: see
+        NewVersion. Raises ProgramFailed.
         """
         model, adapters = self.model.causal, self.adapters
         dtype = self.processes.serving_dtype
@@ -148,6 +151,7 @@ class Trainer(Trained):
             trained_since=trained_since,
             copy=copy,
             critic=critic,
+            known=known,
         )
         digest = checkpoint_write.save(out, new, self.processes.rank, self.processes.world)
         return checkpoints.identity(out.name, digest)

@@ -22,6 +22,7 @@ import torch
 from fsbarrier.errors import FsbarrierError, ProgramFailed
 from fsbarrier.processes.kept_program import JOBS
 from fsbarrier.processes.worker_contract import ProgressWriter, run_worker
+from fsbarrier.rundir.known_logprobs import KnownLogprobs
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import Settings
 from fsbarrier.specs import UpdateReport, UpdateSpec
@@ -29,6 +30,7 @@ from fsbarrier.store import files
 from fsbarrier.training.batch import TrainingBatch
 from fsbarrier.training.checkpoint_write import NodeCopy
 from fsbarrier.training.critic import train_critic, with_values
+from fsbarrier.training.engine_check import known_logprobs
 from fsbarrier.training.log_prob_pass import held_out_loss, with_old, with_reference
 from fsbarrier.training.optimizer_step import Sums, train
 from fsbarrier.training.processes import Processes, gather_json
@@ -88,6 +90,7 @@ class Updates:
         loaded = time.monotonic()
         with update.profiled():
             totals = update.train(start, progress)
+        known = known_logprobs(start.trainer, update.batch, update.settings)
         trained = time.monotonic()
         self._fit = all(gather_json(start.trainer.leaves_room(update.settings)))
         # The state must be saved if these processes end after the update, because nothing else holds it.
@@ -98,7 +101,7 @@ class Updates:
             # Processes were lost before this update: save, so that losing them again repeats no more than this time.
             or start.note != ""
         )
-        new = update.save(start, with_state=with_state)
+        new = update.save(start, known, with_state=with_state)
         peak = update.processes.peak_memory_bytes()
         self._held = KeptTrainer(start.trainer, new, update.settings)
         if not update.processes.speaks_for_its_node:
@@ -216,7 +219,7 @@ class Update:
         folder = RunPaths(identity.log_path).node_logs(identity.incarnation, identity.node_rank)
         return profiled(folder, f"profile.iteration{iteration}.rank{rank}")
 
-    def save(self, start: Beginning, *, with_state: bool) -> str:
+    def save(self, start: Beginning, known: KnownLogprobs | None, *, with_state: bool) -> str:
         """Save this process's part of the new version; returns the new policy's identity."""
         return start.trainer.save(
             self.spec.out,
@@ -225,6 +228,7 @@ class Update:
             state_in="" if with_state else start.state_in,
             trained_since=() if with_state else (*start.trained_since, self.spec.batch.name),
             copy=self.copy,
+            known=known,
         )
 
     @property

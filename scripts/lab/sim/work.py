@@ -22,6 +22,7 @@ from fsbarrier.protocol.state import Node, RowPart
 from fsbarrier.run.context_maker import ContextMaker
 from fsbarrier.run.job import Cancelled, RowJob, Surroundings, Workplace
 from fsbarrier.run.job_runner import JobRunner
+from fsbarrier.rundir.known_logprobs import KnownLogprobs
 from fsbarrier.rundir.names import SPLITS
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.runrecord import RunRecord, TaskSource
@@ -98,6 +99,7 @@ class SimEngines:
         show: Callable[[int], None] = lambda ready: None,
         in_flight: bool = False,
         span: Span | None = None,
+        known: KnownLogprobs | None = None,
     ) -> list[EngineInfo]:
         world, rank = self._host.world, self._host.process.rank
         if span is not None:

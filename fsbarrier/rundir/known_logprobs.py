@@ -1,0 +1,62 @@
+"""Log-probabilities that the trainer computed with the weights of a policy version. An engine that has loaded these weights must compute
+the same.
+
+    checkpoints/policy-000006.g0003/logprobs.json   some sequences of the batch that the version was trained on; listed in the manifest
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from fsbarrier.errors import ProgramFailed
+from fsbarrier.rundir import checkpoints
+
+NAME = "logprobs.json"
+# Fewer tokens than these cannot tell a fault from a few outliers.
+ENOUGH_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class KnownSequence:
+    """`logprobs`: of each token given those before it, at temperature 1; None for a token that is not compared."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KnownLogprobs:
+    """`limit`: the mean difference that precision explains."""
+
+    limit: float
+    sequences: tuple[KnownSequence, ...]
+
+    def encode(self) -> bytes:
+        """The content of its file."""
+        return msgspec.json.encode(self)
+
+    def gap(self, computed: Sequence[Sequence[float]]) -> float:
+        """The mean difference from what an engine `computed`: a number for each token of each sequence. Tokens that are missing to
+        `ENOUGH_TOKENS` count as equal."""
+        pairs = zip(self.sequences, computed, strict=True)
+        apart = [
+            abs(one - other)
+            for known, row in pairs
+            for one, other in zip(known.logprobs, row, strict=True)
+            if one is not None
+        ]
+        return sum(apart) / max(len(apart), ENOUGH_TOKENS)
+
+
+def read(folder: Path) -> KnownLogprobs | None:
+    """Those of a complete policy version; None if its trainer wrote none. Raises ProgramFailed."""
+    if NAME not in checkpoints.read_manifest(folder).files:
+        return None
+    try:
+        return msgspec.json.decode(checkpoints.read_listed(folder, NAME), type=KnownLogprobs)
+    except (ValueError, RecursionError) as error:
+        raise ProgramFailed(f"{folder / NAME} is not what a trainer writes: {error}") from None
