@@ -1,8 +1,16 @@
-"""One node of a run: look, decide, act. The same code runs in the daemon and in the simulator.
+"""One node of a run: look, decide, act. The same code runs in the daemon, in a group's member and in the simulator.
 
-`NodeLoop.tick(now)` looks at the shared directory and performs one action, or lets the state machine decide on the next ones. It has no
-clock, thread or process of its own: time is passed in, and a `WorkRunner` does the work. A tick does so little because an action may take
-seconds on a busy disk: between any two of them the node looks what time it is, and at what is due by then.
+- A *look* (observer.py) lists the directories that are due and reads what is new in them. The result is a `View`.
+- A *decision* (protocol/machine.py) is `step(node, view, now, rules)`: the next `Node`, and a list of actions. It does no I/O.
+- An *action* changes something outside the node: it publishes a fact, proposes a generation, or starts or cancels work.
+
+`NodeLoop.tick(now)` looks once and performs one action. If none is pending, the state machine decides first. A tick performs only one,
+because an action may take seconds on a busy disk: before the next one the node checks the time and looks at what is due.
+A failed action stays pending, and the next tick tries it again (`tick` names the exceptions).
+
+The loop has no clock, thread or process of its own. In the daemon the main thread calls `tick` and the heartbeat thread calls `beat` and
+`write_beat` (both through life.py), so that a slow action does not look like death. The work runs in a third thread: `launch` returns at
+once, and a later look takes the `WorkReport`. That thread never calls the loop.
 """
 
 from __future__ import annotations
@@ -50,7 +58,7 @@ from fsbarrier.rundir.record_store import Store
 #: repeated blindly. Example: node 2 is silent, and an outage keeps node 0 from creating a generation without it. After the outage
 #: node 2 is heard again.
 ASKED_AGAIN = (Propose, FindResumePoint)
-#: a wait from which on the journal tells when this node's work was done
+#: If this node waits for the others longer than this, the journal says when its own work was done.
 LONG_S = 5.0
 
 #: writes an event, the node as it is then, and the event's fields to the journal
@@ -58,7 +66,7 @@ WriteEvent = Callable[[str, Node, Payload], None]
 
 
 class WorkRunner(Protocol):
-    """Does a node's work outside the loop: a daemon's thread, a group's caller, or simulated."""
+    """Does a node's work outside the loop: in a thread of the daemon, in a group's caller, or in the simulator."""
 
     def launch(self, node: Node, part: RowPart) -> None:
         """Begin `part` of the work in the node's row. Work that still runs is ended first."""
@@ -75,13 +83,13 @@ class WorkRunner(Protocol):
 
 
 class LookAgain(Enum):
-    """When another tick is worth while."""
+    """When to call `tick` again."""
 
-    #: at once: actions are left, or there may be something new
+    #: at once, since actions are pending or there may be something new
     NOW = 0
-    #: there is nothing new yet: work has just been launched, or another node's record is not readable yet
+    #: after a short pause, since work has just been launched, or another node's record is not readable yet
     LATER = 1
-    #: there was nothing to do, or this node's listings are stale: at its usual pace
+    #: at the usual pace, since there was nothing to do or this node's listings are stale
     AT_USUAL_PACE = 2
 
 
@@ -95,31 +103,32 @@ class NodeLoop:
     work: WorkRunner
     join: Join
     write_event: WriteEvent
-    #: told how long this node's work took; `phase_finished` includes it
+    #: called with the time that this node's work took; `phase_finished` includes it
     note_work: Callable[[PhaseTime], None] = lambda time: None
     node: Node = field(init=False)
     exit: Exit | None = None
-    #: why this node could not write what it says beside its last heartbeat; None: it could
+    #: the error of writing the status beside the last heartbeat; None if it was written
     unwritable: OSError | None = None
-    #: of the heartbeats
+    #: the counter of the last heartbeat
     counter: int = 0
     last_generation: LastGeneration = field(init=False)
-    #: The incarnation that heartbeats may name: the last one whose record surely is this process's. While this node tries to join
-    #: as the next one, another process of its rank may take that number.
+    #: The incarnation that heartbeats may name: the last one whose join record certainly belongs to this process. While this node
+    #: tries to join as the next incarnation, another process of its rank may take that number.
     announced: int = 0
-    #: the incarnation whose join ended in an error
+    #: the incarnation whose join ended in an error, so its record may exist
     _perhaps_announced: int = 0
     _facts: OwnFacts = field(init=False)
-    #: this node's work in its row, and when it was published, until the journal has told of it
+    #: how long this node's work in its row took, and when its fact was published; None once the journal has it
     _work_done: tuple[PhaseTime, float] | None = None
     #: the actions that are still to be performed
     _pending: deque[Action] = field(default_factory=deque)
     #: the view in which there was nothing to do
     _idle_view: View | None = None
-    #: the names that this node's heartbeat may have now; several after a rename that ended in an error
+    #: the file names that this node's heartbeat may have now; several after a rename that ended in an error
     _beat_names: list[Path] = field(default_factory=list)
+    #: the incarnation of the last written heartbeat
     _beating_as: int = 0
-    #: the last end of a piece of work whose lines are in the journal
+    #: the last report of work whose lines are in the journal
     _told: WorkReport | None = None
 
     def __post_init__(self) -> None:
@@ -142,17 +151,17 @@ class NodeLoop:
         self.node = Node(
             self.join.rank, incarnation, now, self.join.host, started_as=incarnation, baseline=baseline
         )
-        # The first tick writes the event: a journal that is not writable yet must not make this node join twice.
+        # The first tick writes the event. If this method wrote it, an unwritable journal would make this node join twice.
         self._pending.append(Note("node_joined", {"host": self.join.host, "pid": self.join.pid}))
 
     def tick(self, now: float) -> LookAgain:
-        """Look at what is due, then perform one action, or decide on the next ones. Returns when to do so again.
+        """Look at what is due, decide if no action is pending, and perform one action. Returns when to call this again.
 
         Raises OSError when the filesystem fails, Fenced when another process has taken this rank, StoreError when work cannot be ended.
-        If an action fails, the next tick begins with it and those after it, since the state machine will not ask for them again.
-        Actions that it does ask for again (`ASKED_AGAIN`) are dropped, and so are facts in a generation that is over.
+        If an action fails, it and the actions after it stay pending, since the state machine will not ask for them again. Dropped are
+        only the actions that it does ask for again (`ASKED_AGAIN`), and facts about a generation that is over.
 
-        The look comes first, so a node that cannot write still sees what the others do, and its heartbeat says that it lives.
+        The look comes first, so a node that cannot write still sees what the others do, and its heartbeats continue.
         """
         if self._pending:
             self.observer.look(self.node, now)
@@ -167,26 +176,25 @@ class NodeLoop:
     def _wait(self, now: float) -> None:
         """There is nothing to do. Raises OSError while the journal cannot be written."""
         if self._work_done is not None and now - self._work_done[1] >= LONG_S:
-            # The others take long: the journal tells now when this node's work was done.
+            # The others take long, so the journal says now when this node's work was done.
             work, self._work_done = self._work_done[0], None
             self.write_event("work_finished", self.node, work.fields())
-        # Waiting needs no room, so an error here keeps the node from nothing. Whether it can look, the next look shows.
+        # A refreshed listing is not needed to wait, so an error here does no harm. If the mount fails, the next look raises.
         with contextlib.suppress(OSError):
             self._facts.refresh(self.node, now)
 
     def _decide(self, now: float) -> Sequence[Action] | None:
-        """Look, and let the state machine decide: the actions to perform; None if there is nothing to do."""
+        """Look, and let the state machine decide. Returns the actions to perform; None if there is nothing to do."""
         before = self.node
-        # How this node's own work ended, if any was under way.
         work = self.work.report if before.part in (RowPart.EACH, RowPart.LEADER) else None
         view = self.observer.view(before, now, work)
-        # After the look: a journal that cannot be written must not keep this node from looking.
+        # This comes after the look, because a journal that cannot be written must not keep this node from looking.
         if work is not None and work is not self._told:
             for line in work.events:
                 self.write_event(line["event"], before, {k: v for k, v in line.items() if k != "event"})
             self._told = work
         if view is self._idle_view:
-            # Most looks of a wait end here: only the row was due, and it showed nothing new.
+            # Most looks of a wait end here, since only the row was due and it showed nothing new.
             return None
         self.node, actions = step(before, view, now, self.rules)
         if not actions and self.node == before:
@@ -195,7 +203,7 @@ class NodeLoop:
         return actions
 
     def _act(self, now: float) -> LookAgain:
-        """Perform the first pending action. When it is the last one, returns what it says of the next look."""
+        """Perform the first pending action. Returns NOW while others are pending, else what the last one asks for."""
         # The action may change what this node sees, so the last view is outdated.
         self.observer.last_view = None
         action, after = self._pending[0], None
@@ -207,14 +215,14 @@ class NodeLoop:
                 raise
         self._pending.popleft()
         if isinstance(action, Publish):
-            # Nobody waits for this node now.
+            # This is a good moment to remove old files, since nobody waits for this node now.
             self._facts.clean_up(self.node.rank)
         return LookAgain.NOW if self._pending else after or LookAgain.NOW
 
     def _is_of_the_past(self, action: Action) -> bool:
-        """Whether an action publishes a fact in a generation that is over. Raises OSError.
+        """Whether an action publishes a fact about a generation that is over. Raises OSError.
 
-        Example: this process was stopped while it published, and the others have removed the folder of that generation. To try again
+        Example: this process was stopped while it published, and the others have removed the folder of that generation. Another try
         would fail for ever, and the node would never learn that it is no member any more.
         """
         if not isinstance(action, Publish):
@@ -223,19 +231,19 @@ class NodeLoop:
         return self.observer.registry.newest_number() > generation.number
 
     def awaited(self, now: float) -> Sequence[int]:
-        """The missing ranks that this node waits for, by its last view."""
+        """The missing ranks that this node waits for, according to its last view."""
         seen = self._idle_view
         return awaited(self.node, seen, now, self.rules) if seen is not None else ()
 
     def beat(self) -> Beat:
-        """The next heartbeat."""
+        """Make the next heartbeat. The heartbeat thread calls this while the loop's thread may change the node."""
         self.counter += 1
-        # Read the exit first: once it is set, the node no longer changes, so "finished" comes with the right generation.
+        # Read the exit before the node. Once it is set, the node no longer changes, so "finished" names the right generation.
         ended = self.exit
         node = self.node
         state = ended.state if ended is not None else node.stage
         if self.announced != node.incarnation and state == JOINING:
-            # It is about to rejoin. Nobody may admit the incarnation that was in the old generation.
+            # It is about to rejoin as the next incarnation, so nobody may admit the old one.
             state = "leaving"
         elif state == JOINING and node.part in UNREADY:
             state = PREPARING
@@ -246,17 +254,17 @@ class NodeLoop:
         return Beat(node.rank, *about, *where, self.work.progress())
 
     def write_beat(self, beat: Beat, now: float) -> None:
-        """Write a heartbeat. Errors are only remembered: whoever cannot write its own declares nobody dead (`Observer`). On a full disk the
-        name can still be changed, although nothing can be written beside it."""
+        """Write a heartbeat: the status file, then the file name with the counter. Errors are not raised: a node that cannot write
+        heartbeats declares nobody dead (`Observer`). On a full disk the name can still change, although the status cannot be written."""
         observer, store, new_path = self.observer, self.store, self.observer.paths.pulse(beat.pulse)
-        # First, so that whoever sees how this node ended can read more about it.
+        # The status comes first, so that a node that sees the last heartbeat's name can read the details.
         try:
             store.put(observer.paths.beat(beat.rank, beat.incarnation), beat)
             self.unwritable = None
         except OSError as error:
             self.unwritable = error
         with contextlib.suppress(OSError):
-            # If an incarnation begins, the last one's heartbeat stays as it was.
+            # When an incarnation begins, the heartbeat of the last one keeps its name.
             old_paths, self._beat_names = self._beat_names, [new_path, *self._beat_names]
             if beat.incarnation != self._beating_as:
                 old_paths, self._beating_as = [], beat.incarnation
@@ -265,10 +273,11 @@ class NodeLoop:
             self._beat_names, observer.beaten_at = [new_path], now
 
     def _announce(self, incarnation: int) -> bool:
-        """Join as this incarnation; False where another process has that. Raises OSError.
+        """Join as this incarnation; False if another process has it. Raises OSError.
 
         A create may be ambiguous. Example: the server creates the record, its answer is lost, and the client reports EIO. The next try
-        finds the name taken, so it reads the record. Otherwise this node would believe that another process has its rank, and end.
+        finds the name taken and reads the record, to see whether it is this node's own. Otherwise this node would believe that another
+        process has its rank, and end.
         """
         join, path = (
             replace(self.join, incarnation=incarnation),
@@ -286,7 +295,7 @@ class NodeLoop:
         return mine
 
     def _perform(self, action: Action, now: float) -> LookAgain | None:
-        """Perform one action. None: another look may show something new."""
+        """Perform one action. Returns when to look again; None: at once, since there may be something new."""
         match action:
             case Publish(fact):
                 self._facts.publish(self.node, fact)
@@ -336,7 +345,7 @@ class NodeLoop:
         return LookAgain.NOW
 
     def _tell_of(self, fact: Fact, now: float) -> None:
-        """This node has published a fact: tell the journal."""
+        """Write the journal's lines about a fact that this node has just published."""
         node, events = self.node, self._told.events if self._told is not None else ()
         work = PhaseTime.of_work(fact.work_s, fact.value)
         if fact.status != "done":
@@ -357,7 +366,7 @@ class NodeLoop:
                 "generation_proposed", self.node, {"number": generation.number, "reason": generation.reason}
             )
         else:
-            # Another node was first, and all follow its record.
+            # Another node was first, and all nodes follow its record.
             read = self.observer.registry.read_generation(generation.number)
             look_again = look_again if read else LookAgain.LATER
         self.observer.schedule.poll_now()
@@ -368,7 +377,7 @@ class NodeLoop:
             self.observer.schedule.poll_now()
         self._work_done = None
         self._facts.enter(row)
-        # Without work, `phase_started` also tells that this node is done with the row.
+        # If this node has no work in the row, `phase_started` also says that it is done with it.
         works = self._has_work(row.generation, row.position)
         self.write_event("phase_started", self.node, {} if works else {"waits": True})
 
@@ -379,7 +388,7 @@ class NodeLoop:
 
 
 def place(node: Node, position: Position | None, rules: Rules) -> dict[str, object]:
-    """A node's position, in the fields that heartbeats and the journal share."""
+    """A node's position, as the fields that heartbeats and the journal share."""
     fields = ("generation", "iteration", "phase", "phase_name")
     return dict(zip(fields, _place_values(node, position, rules), strict=True))
 

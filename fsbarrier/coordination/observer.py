@@ -41,15 +41,17 @@ class Observer:
     resume_point: ResumePoint | None = None
     #: the view of the last look; None once anything may be new
     last_view: View | None = None
-    #: when this node wrote its last heartbeat; None: not yet
+    #: when this node wrote its last heartbeat; None: it has written none
     beaten_at: float | None = None
-    #: when its last look that saw everything began and, if that was the last one, when the next one did; None: not yet
+    #: The time up to which this node's looks were complete: when the last complete look began, or when the look after it began. None
+    #: before the first complete look.
     looked_at: float | None = None
     _saw_everything: bool = False
-    #: the time of the last look at the heartbeats, which of its own was written before it, and how long it has written none, as far as
-    #: it looked meanwhile
+    #: the time of the last look at the heartbeats
     _saw_beats_at: float | None = None
+    #: `beaten_at` at that look
     _beaten_before: float | None = None
+    #: how long this node has written no heartbeat of its own, without the time in which it did not look
     _unwritten_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -69,17 +71,17 @@ class Observer:
         return self.registry.joins
 
     def prepare(self) -> None:
-        """Make the directories that will be listed, and look at what is there. Raises OSError; may be tried again."""
+        """Make the directories that will be listed, and read what is in them. May be repeated after an error. Raises OSError."""
         for directory in self.paths.listed:
             self.store.make_dir(directory)
         self.read_beats()
         self.registry.look()
 
     def look(self, node: Node, now: float, *, at_row: bool = False) -> None:
-        """Look at what is due at `now`, and if asked at the node's row. Raises OSError when the filesystem fails, also if this node cannot
-        write its heartbeats: then it cannot take part, and the others go on."""
+        """Look at what is due at `now`, and with `at_row` at the node's row. Raises OSError when the filesystem fails, and also when this
+        node has not been able to write heartbeats for `dead_s`: then it cannot take part, and the others go on."""
         if self._saw_everything:
-            # However long the last look took, and what this node did after it: that is over.
+            # The last look was complete, and nothing has hung since then: this node is looking again.
             self.looked_at = now
         self._saw_everything = False
         self._look_around(node, now)
@@ -96,8 +98,8 @@ class Observer:
             raise OSError(errno.EIO, why, str(self.paths.beats))
 
     def view(self, node: Node, now: float, work: WorkReport | None = None) -> View:
-        """What the node sees at `now`. If its own `work` has just ended, it publishes that before it looks at its row. The same object as
-        last time if nothing is new and only the row was due. Raises the errors of `look`."""
+        """What the node sees at `now`. While its own `work` has a report, the row is not listed, since the node publishes the result first.
+        Returns the same object as last time if nothing is new and only the row was due. Raises the errors of `look`."""
         watches = work is None and node.generation is not None and node.part in WATCHING
         self.look(node, now, at_row=watches)
         if self.row.news or work is not None:
@@ -119,7 +121,7 @@ class Observer:
         return self.last_view
 
     def _look_around(self, node: Node, now: float) -> None:
-        """Look at what is due beside the row."""
+        """Look at generations, joins, stop requests and heartbeats, as far as they are due."""
         if self.schedule.follow(node, now):
             self.last_view = None
         if now >= self.schedule.records_due:
@@ -133,7 +135,7 @@ class Observer:
 
     def _look_at_beats(self, node: Node, now: float) -> None:
         """List all heartbeats. Raises OSError."""
-        # Before the listing, which is only sure to be as new as that.
+        # Take the time before listing: a listing is only sure to be as new as this node's last heartbeat before it.
         beaten_at, poll_gap_s = self.beaten_at, self.intervals.poll_gap_s
         self._note_own_beats(beaten_at, now)
         beats = self.read_beats()
@@ -152,7 +154,7 @@ class Observer:
         self._saw_beats_at, self._beaten_before = now, beaten_at
 
     def _silent(self, node: Node) -> set[int]:
-        """The members that this node would declare dead by their heartbeats' names."""
+        """The members that this node would declare dead, judging only by the names of their heartbeats."""
         generation = node.generation or self.newest
         if generation is None:
             return set()
@@ -163,9 +165,9 @@ class Observer:
         }
 
     def _look_again(self, ranks: Set[int]) -> dict[int, Pulse]:
-        """The newest heartbeats of `ranks`, by another listing and by their status, whichever is newer.
+        """List the heartbeats again and read the status files. Returns the newer of the two for each of `ranks`.
 
-        A listing that is made while names change may miss a name, and some mounts show old listings and fresh contents.
+        A listing that is made while names change may miss a name, and some mounts show old listings but fresh contents.
         """
         listed = self.read_beats()
         status = HeartbeatReader(self.store, self.paths.status).read(lambda newest: newest.rank in ranks)
@@ -176,8 +178,8 @@ class Observer:
     def read_beats(self) -> dict[int, Pulse]:
         """The newest heartbeat of each rank. Raises OSError.
 
-        A heartbeat may name a generation or a start that this node's listings do not show yet. Those records exist, and are opened by
-        their names here.
+        A heartbeat may name a generation or a start that this node's listings do not show yet. Their records exist, so this opens them
+        by name.
         """
         newest: dict[int, Pulse] = {}
         for beat in PULSE.parse_all(self.store.names(self.paths.beats)):

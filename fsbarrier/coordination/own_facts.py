@@ -1,4 +1,4 @@
-"""What a node does in the folders of its rows: it makes them, publishes its facts, refreshes its listing, and removes what is old.
+"""A node's writes in the folders of its rows: it makes the folders, publishes its facts, refreshes its listing, and removes old files.
 
 **Refreshing.** Some clients cache a directory listing until the directory's modification time changes, and that time may be coarse.
 Example: node 0 lists the row, and within the same second node 1's "done" appears. Node 0's client sees the same time and shows the old
@@ -25,12 +25,12 @@ from fsbarrier.protocol.state import Entered, Node, RowPart, Rules
 from fsbarrier.rundir.names import GENERATION_FOLDER, fact_name
 from fsbarrier.rundir.record_store import Store
 
-#: A listing is refreshed after so many seconds, then whenever the wait is an eighth longer, at least so often: a row that is done is
-#: seen late by an eighth of its wait at most, where listings are late.
+#: A listing is refreshed after REFRESH_S, then each time the wait has grown by an eighth, and at least every LONGEST_S. So on a mount
+#: with late listings a finished row is seen late by at most an eighth of its wait.
 REFRESH_S, LONGEST_S, LATE = 0.5, 30.0, 1 / 8
 #: how many files of older generations are removed after each row; removing thousands at once would hold up the loop
 AT_ONCE = 32
-#: This generation and the one before, in which a group's caller may still read.
+#: Kept are this generation and the one before, in which a group's caller may still read.
 KEPT_GENERATIONS = 2
 
 
@@ -43,7 +43,7 @@ def refresh_listing(store: Store, directory: Path, rank: int) -> None:
 
 @dataclass
 class OwnFacts:
-    """The facts of one node, and the folders in which they are."""
+    """Writes and removes one node's facts, and makes the folders for them."""
 
     store: Store
     watch: RowWatch
@@ -51,12 +51,12 @@ class OwnFacts:
     #: the row that this node is in
     _generation: int = 0
     _row: Position | None = None
-    #: the rows of this generation whose folder is there
+    #: the indices of the rows of this generation whose folder was made
     _made: set[int] = field(default_factory=set)
-    #: the rows that were passed since the last `clean_up`, and those before, after which it removes
+    #: the rows that were passed since the last `clean_up`, and those passed before it, whose old facts the next one removes
     _passed: list[tuple[Generation, Position]] = field(default_factory=list)
     _passed_before: list[tuple[Generation, Position]] = field(default_factory=list)
-    #: each step removes a file of an older generation
+    #: removes one file of an older generation at each step
     _sweep: Iterator[None] = field(default_factory=lambda: iter(()))
     #: the row and the part of it in which this node waits, and since when
     _waits_in: tuple[object, ...] = ()
@@ -80,9 +80,9 @@ class OwnFacts:
     def publish(self, node: Node, fact: Fact) -> None:
         """Write this node's fact about the row that it is in. Raises OSError.
 
-        The leader's fact is created and never replaced: a seal may lie under its name, and must stay. What others read of a fact is
-        flushed before the fact has its name. Example: after a loss of power only the name is left. All members count as done, and the
-        leader cannot read what its own work needs.
+        The leader's fact is created and never replaced, since a seal may have its name and must stay. If others read a fact's content,
+        the content is flushed before the fact gets its name. Otherwise a power failure could leave only the name: all members would
+        count as done, and the leader could not read what its own work needs.
         """
         generation, position = node.place
         row = self.rules.row(position, generation)
@@ -99,7 +99,7 @@ class OwnFacts:
             self.store.put(path, fact, durable=not row.transient)
 
     def refresh(self, node: Node, now: float) -> None:
-        """Refresh this node's listing of the row if the others are still awaited and that is due. Raises OSError."""
+        """Refresh this node's listing of the row if it waits for the others and a refresh is due. Raises OSError."""
         if node.generation is None or node.part not in (RowPart.GATHER, RowPart.ANNOUNCED):
             return
         generation, position = node.place
@@ -111,9 +111,9 @@ class OwnFacts:
         self._refresh_at = now + min(max(REFRESH_S, LATE * (now - self._since)), LONGEST_S)
 
     def clean_up(self, rank: int) -> None:
-        """Remove what nobody needs any more, after each tick: but not in the one that passed a row, since no member should wait for it.
+        """Remove facts that nobody needs any more. The tick that passes a row removes nothing, since other members wait for this node then.
 
-        What cannot be removed now goes with its generation.
+        Files that cannot be removed now are removed with their generation.
         """
         for generation, passed in self._passed_before:
             with contextlib.suppress(OSError):

@@ -10,7 +10,7 @@ from fsbarrier.protocol.timing import DEAD_S, OUTAGE_S
 
 DICE = random.Random()
 AT_ONCE = float("-inf")
-#: Generations, joins and requests to stop may be seen this much late, as a part of the time in which nothing happened.
+#: how late generations, joins and stop requests may be seen, as a fraction of the time in which nothing happened
 LATENESS = 0.02
 #: how many times as often heartbeats are read while a member is suspected, or a new generation is due
 ALERT = 4.0
@@ -18,15 +18,15 @@ ALERT = 4.0
 
 @dataclass(frozen=True, slots=True)
 class PollIntervals:
-    """Pauses between two looks, in seconds, and how long a node puts up with failures."""
+    """Pauses between two looks, in seconds, and how long a node tolerates failures."""
 
     #: for generations, joins and stop requests while something happens; up to three times `beats_s` in a long wait
     members_s: float = 0.2
     #: for heartbeats
     beats_s: float = 1.0
-    #: of a gap between two of this node's own heartbeats, at most so much counts as silence of others (`Ledger.observe`)
+    #: how much of a gap between two of this node's own heartbeats counts at most as silence of others (`Ledger.observe`)
     poll_gap_s: float = 3.0
-    #: before a member that is silent for so long is declared dead, the node looks for it once more
+    #: a member that is silent for this long is declared dead, after the node has looked for it once more
     dead_s: float = DEAD_S
     #: a joining node looks at heartbeats this many times as often
     join_factor: float = 10.0
@@ -71,7 +71,7 @@ class Schedule:
         self.records_due = self.beats_due = AT_ONCE
 
     def follow(self, node: Node, now: float) -> bool:
-        """Take in the node as it is now; True if it has changed. Its stage changes the pace, so the loop then calls `poll_now`."""
+        """Note the node's present state; True if it has changed. The pace depends on its stage, so the loop then calls `poll_now`."""
         changed = node is not self._node
         if changed:
             self._node, self._unchanged_since = node, now
@@ -80,14 +80,14 @@ class Schedule:
         return changed
 
     def records_seen(self, node: Node, now: float) -> None:
-        """The node has just looked at generations, joins and requests."""
+        """Plan the next look at generations, joins and requests, after one at `now`."""
         joining = node.stage is Stage.JOINING
         quiet_s = 0.0 if joining or self._in_trouble(node) else now - self._unchanged_since
         pause_s = max(self.intervals.members_s, min(LATENESS * quiet_s, 3 * self.intervals.beats_s))
         self.records_due = now + pause_s / (4 if joining else 1)
 
     def beats_seen(self, node: Node, now: float) -> None:
-        """The node has just read heartbeats."""
+        """Plan the next reading of heartbeats, after one at `now`."""
         often = ALERT if self._in_trouble(node) else 1.0
         if node.stage is Stage.JOINING:
             often = self.intervals.join_factor

@@ -32,7 +32,7 @@ logging.getLogger("watchdog").setLevel(logging.CRITICAL)
 FIRST_PAUSE_S = 0.001
 #: the longest pause of a short wait, in seconds; in longer ones it grows further (Polling)
 POLL_MAX_S = 0.05
-#: the pause between two looks, as a part of the wait so far
+#: the pause between two looks, as a fraction of the wait so far
 LATENESS = 0.01
 #: how often a long pause checks for the end, since a signal handler may not set the event that the pause waits for
 END_S = 0.1
@@ -50,14 +50,14 @@ class Pace:
         self._busy_at = 0.0
 
     def next_pause(self, looked_at: float, pauses: Backoff, again: LookAgain) -> float:
-        """The pause after a tick that said `again`. `pauses`: the first ones of a wait."""
+        """The pause after a tick that returned `again`. `pauses`: the first pauses of a wait."""
         if again is not LookAgain.AT_USUAL_PACE:
             self._busy_at, self._pause_s = looked_at, pauses.first_s
             return 0.0 if again is LookAgain.NOW else self._pause_s
         self._pause_s = pauses.after(self._pause_s)
         due_in_s = self._loop.observer.schedule.beats_due - looked_at
         pause_s = max(self._pause_s, LATENESS * (looked_at - self._busy_at))
-        # Not positive: heartbeats are due at once, or the last look failed before it read them.
+        # If `due_in_s` is not positive, heartbeats are due at once, or the last look failed before it read them.
         return min(pause_s, due_in_s) if due_in_s > 0 else self._pause_s
 
 

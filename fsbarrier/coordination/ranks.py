@@ -1,8 +1,8 @@
 """The rank of a start: a second daemon of a rank is refused before it disturbs the first, and `--rank auto` finds a free one.
 
 The join record itself, `joins/node-RRRR.inc-IIII`, is the claim on a rank, since it is created exclusively. If a rank looks free at
-incarnation 3, a node takes it as incarnation 4 or not at all: the first of several nodes gets it, even if one of them was given that rank
-by name. Nothing is ever deleted to free a rank.
+incarnation 3, a node takes it as incarnation 4 or not at all. The first of several nodes gets it, even if another was started with that
+rank by name. Nothing is ever deleted to free a rank.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class RankTaken(UsageError):
 
 @contextmanager
 def hold_rank(root: Path, rank: int, watch_s: float) -> Iterator[None]:
-    """In this block this process is the only daemon of `rank` within reach of the lock. Raises RankTaken, OSError.
+    """Inside the block this process is the only daemon of `rank` within reach of the lock. Raises RankTaken, OSError.
 
-    The lock is in this user's private folder on this machine. Another host has another lock, and so has a second container on this
-    host. So unless the rank's last heartbeat says that its daemon has ended or was killed, it is watched for `watch_s`, in which the
-    heartbeat of a living node would change. If two daemons start at the same instant, the one with the lower incarnation ends later,
-    with exit code 6.
+    The lock is in this user's private folder on this machine. Another host or a second container on this host does not see it. So
+    unless the rank's last heartbeat says that its daemon has ended or was killed, the rank is watched for `watch_s`: the heartbeat of a
+    living node would change in that time. If two daemons start at the same instant, the one with the lower incarnation ends later, with
+    exit code 6.
 
     A lock is never removed: one small file for each rank of a run that began on this machine.
     """
@@ -61,17 +61,17 @@ def hold_rank(root: Path, rank: int, watch_s: float) -> Iterator[None]:
 
 
 def free_ranks(paths: RunPaths, num_nodes: int, dead_s: float) -> Iterator[StartName]:
-    """The ranks that this node may take, as the incarnation to take them with, the best first. Lazy. Raises OSError.
+    """Yield the ranks that this node may take, each with its next incarnation, the best first. Raises OSError.
 
-    First the ranks that this host had, whose local files may still be useful; then those that nobody has had; then those whose node
-    has ended; last those that are silent for `dead_s`. For the first kind the caller still has to check whether the last start is
-    alive (`hold_rank`).
+    First come the ranks that this host had, whose local files may still be useful; then those that nobody has had; then those whose
+    node has ended; last those that are silent for `dead_s`, which are found only when asked for. For the first kind the caller still has
+    to check whether the last start is alive (`hold_rank`).
     """
     newest = {rank: StartName(rank, 0) for rank in range(num_nodes)}
     for start in START.parse_all(PosixStore().names(paths.joins)):
         if start.rank in newest:
             newest[start.rank] = max(newest[start.rank], start)
-    # A start that has none may be about to write its first one.
+    # A start without a heartbeat may be about to write its first one, so an older start's heartbeat says nothing.
     beats = {
         rank: beat
         for rank, beat in read_beats(paths.root).items()

@@ -15,9 +15,9 @@ from fsbarrier.rundir.record_store import Store, UnreadableRecord
 
 @dataclass
 class Registry:
-    """Finds records in listings, and generations and joins also by the names that heartbeats mention before a stale listing shows them.
+    """Finds records in listings. Heartbeats name generations and joins before a stale listing shows them; those are opened by name.
 
-    `can_hold`: whether the run's settings can have the values that a record asks for. One that they cannot counts as unreadable.
+    `can_hold`: whether the run's settings can have the values that a record asks for. If not, the record counts as unreadable.
     """
 
     store: Store
@@ -69,7 +69,7 @@ class Registry:
         self.joins = {**self.joins, join.rank: join}
 
     def read_generation(self, number: int) -> bool:
-        """Learn a generation from its record; False while it cannot be read."""
+        """Read a generation's record and remember it; False while it cannot be read."""
         record = self.store.read(self.paths.generation(number), Generation)
         if record is None or record.number != number or record.start.phase >= len(self.table.rows):
             return False
@@ -79,7 +79,7 @@ class Registry:
         return True
 
     def read_join(self, start: StartName) -> bool:
-        """Learn a start from its record; False while it cannot be read."""
+        """Read a start's record and remember it; False while it cannot be read."""
         known = self.joins.get(start.rank)
         if known is not None and known.incarnation >= start.incarnation:
             return True
@@ -92,9 +92,9 @@ class Registry:
         return True
 
     def joins_of(self, generation: Generation) -> Mapping[int, Join]:
-        """The known joins, and those of all members: the generation's record names them, so their records exist.
+        """The known joins and those of all members. The generation's record names the members, so their records exist.
 
-        It remembers nothing, because the work's thread calls it. Raises OSError, also for a join that cannot be read.
+        This remembers nothing, because the work's thread calls it. Raises OSError, also for a join that cannot be read.
         """
         joins = dict(self.joins)
         for member in generation.members:

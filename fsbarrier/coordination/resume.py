@@ -35,9 +35,9 @@ class LastGeneration:
     def resume_point(self, rules: Rules, now: float, seal: Fact | None = None) -> ResumePoint | None:
         """Where the newest generation is, or was when it ended. `seal` fences it there, even if members are still alive.
 
-        None if a heartbeat told meanwhile of a newer generation, or if the members went on since this node looked. A fact that exists
-        but cannot be read is an error (OSError), since treating it as absent would lose a decision. If a member has entered a later
-        row, the leader's fact about this row must exist.
+        Returns None if a heartbeat has named a newer generation meanwhile, or if the members went on since this node looked. A fact that
+        exists but cannot be read raises OSError, since treating it as absent would lose a decision. If a member has entered a later row,
+        the leader's fact about this row must exist.
         """
         generation = self.observer.newest
         if generation is None:
@@ -46,7 +46,7 @@ class LastGeneration:
         try:
             point = self._where_it_was_left(past, now, seal)
         except OSError:
-            # The facts of older generations are removed.
+            # Facts of older generations are removed, so the error means nothing if a newer generation has begun.
             if self.observer.newest is generation:
                 raise
             return None
@@ -75,8 +75,8 @@ class LastGeneration:
 
 @dataclass(frozen=True, slots=True)
 class _PastGeneration:
-    """The facts of one generation, which runs the rows `first` to `last`. `known`: those of leaders that this node has read, of any
-    generation."""
+    """The facts of one generation, which runs the rows `first` to `last`. `known`: the leaders' facts that this node has read so far, of
+    any generation."""
 
     observer: Observer
     rules: Rules
@@ -97,15 +97,15 @@ class _PastGeneration:
         return Position(iteration, phase - 1) if phase > self.first else Position(iteration - 1, self.last)
 
     def heard(self) -> Position:
-        """The furthest row that a member has entered, by the heartbeats."""
+        """The furthest row that a member has entered, according to the heartbeats."""
         beats = self.observer.read_beats().values()
         said = [beat for beat in beats if beat.generation == self.generation.number and beat.iteration > 0]
         return max([self.generation.start, *(Position(beat.iteration, beat.phase) for beat in said)])
 
     def furthest(self) -> Position:
-        """The furthest row that a member has entered, by the heartbeats and the facts."""
+        """The furthest row that a member has entered, according to the heartbeats and the facts."""
         observer, number = self.observer, self.generation.number
-        # A leader has entered the rows about which this node has read its facts, even if a stale listing does not show them.
+        # If this node has read a leader's fact about a row, the leader has entered it, even if a stale listing does not show the fact.
         read = [position for of, position in self.known if of == number]
         root, furthest = observer.paths.facts_of(number), max([self.heard(), *read])
         if root.name not in observer.store.names(observer.paths.coordination):
@@ -125,7 +125,7 @@ class _PastGeneration:
         Only the facts of all members show whether that row itself was passed. If a stale listing does not show them, the run repeats
         that one row.
 
-        None if the leader has published in two rows of which this node did not know: then the members may be at work.
+        Returns None if the leader has published in two rows that this node did not know of: then the members may be at work.
         """
         if self.generation.verdict is not None or all(row.transient for row in self.rules.table.rows):
             # No seal is needed: this generation has a verdict, or no later generation uses its results.
@@ -155,7 +155,7 @@ class _PastGeneration:
         )
 
     def decisions(self, reached: Position) -> Mapping[str, Decision]:
-        """All decisions before `reached`: of each row the newest, and the one before (`with_decision`)."""
+        """All decisions before `reached`: for each row the newest one and the one before it (`with_decision`)."""
         decisions: Mapping[str, Decision] = self.generation.decisions
         for index in range(self.first, self.last + 1):
             for position, value in reversed(self._last_two(index, reached)):
@@ -164,7 +164,7 @@ class _PastGeneration:
         return decisions
 
     def _last_two(self, index: int, reached: Position) -> list[tuple[Position, Payload]]:
-        """What was decided last in the row number `index` before `reached` in this generation, the newest first. A result may be empty."""
+        """The last two decisions of row number `index` before `reached` in this generation, the newest first. Empty ones are skipped."""
         decided: list[tuple[Position, Payload]] = []
         position = Position(reached.iteration if index < reached.phase else reached.iteration - 1, index)
         while len(decided) < 2 and position >= self.generation.start:
@@ -187,7 +187,7 @@ class _PastGeneration:
         return self.known[key]
 
     def all_done(self, position: Position) -> bool:
-        """Whether all members are done with the row, and it has no seal: it was passed, or the living members will pass it."""
+        """Whether all members are done with the row and it has no seal, so it was passed or the living members will pass it."""
         names = set(self.observer.store.names(self.observer.row.row_dir(self.generation.number, position)))
         done = all(FACT.build(position.iteration, rank, "done") in names for rank in self.generation.ranks)
         return done and (self.row(position).transient or self.fact(position).status != SEALED)

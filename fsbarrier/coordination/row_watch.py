@@ -1,4 +1,4 @@
-"""The facts about the row that a node is in, as far as the node has seen them."""
+"""Reads the facts about the row that a node is in."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from fsbarrier.rundir.record_store import Store
 
 @dataclass
 class RowListing:
-    """What the directory of a row showed when it was last listed. `names` is None before the first listing.
+    """The last listing of a row's directory. `names` is None before the first one.
 
-    `done`: the name that each member's fact has -> its rank.
+    `done`: file name of each member's "done" fact -> the member's rank.
     """
 
     generation: int
@@ -33,33 +33,33 @@ class RowListing:
 
     @classmethod
     def of(cls, generation: Generation, position: Position, directory: Path) -> RowListing:
-        """Before the first look."""
+        """The state before the first listing."""
         done = {fact_name(position.iteration, rank): rank for rank in generation.ranks}
         return cls(generation.number, position, directory, done)
 
 
-#: of a node that looks at no row
+#: the listing of a node that looks at no row
 NO_ROW = RowListing(0, Position(0, 0), Path(), {})
 
 
 @dataclass
 class RowWatch:
-    """Looks at the row that a node is in: who is done, who has failed, and once all are done, what the leader's fact says."""
+    """Looks at a node's row: which members are done, which have failed, and once all are done, what the leader's fact says."""
 
     store: Store
     paths: RunPaths
     table: Table[object]
     #: the row that this node looked at last
     listing: RowListing = field(default_factory=lambda: NO_ROW)
-    #: the fact that this node, as a leader, created last: where, and what it says to whoever reads it
+    #: the path and the content of the fact that this node, as a leader, created last
     created: tuple[Path, Fact] | None = None
-    #: generations whose last row was passed, as a member's last heartbeat says
+    #: generations whose last row was passed, according to a member's last heartbeat
     finished: set[int] = field(default_factory=set)
-    #: a look has shown something that the last view does not have
+    #: whether a look has shown something that the last view does not have
     news: bool = False
 
     def look(self, node: Node) -> None:
-        """List the folder of the node's row, and read what matters in it. Raises OSError."""
+        """List the folder of the node's row, and read failures and the leader's fact in it. Raises OSError."""
         generation, position = node.place
         row = self.listing
         if (row.generation, row.position) != (generation.number, position):
@@ -74,14 +74,14 @@ class RowWatch:
             self._read_failures(generation, row, failures)
             row.names = names
         if generation.number in self.finished and len(row.arrived) < len(generation.members):
-            # A member has passed this row, the last of all: all facts exist, even if a stale listing does not show them yet.
+            # A member has passed this row, which is the last one. So all facts exist, even if a stale listing does not show them yet.
             self.news = True
             row.arrived = frozenset(generation.ranks)
         row.leaders_fact = None
         if node.part is RowPart.ANNOUNCED and len(row.arrived) == len(generation.members):
             self.news = True
             leader, path = generation.leader, row.directory / fact_name(position.iteration, generation.leader)
-            # It is not read in a transient row, where no seal can lie, nor where this node has created it itself.
+            # The fact is not read in a transient row, which cannot be sealed, nor if this node has created it itself.
             if self.table.rows[position.phase].transient:
                 row.leaders_fact = Fact(leader, generation.incarnation_of(leader) or 0, "done")
             elif self.created is not None and self.created[0] == path:
@@ -90,7 +90,7 @@ class RowWatch:
                 row.leaders_fact = self.store.must_read(path, Fact)
 
     def _read_failures(self, generation: Generation, row: RowListing, names: list[str]) -> None:
-        """Read the members' failures in a row, `names`. Raises OSError while one of them cannot be read."""
+        """Read the "failed" facts called `names` in a row. Raises OSError while one of them cannot be read."""
         failed = dict(row.failed)
         for rank in (fact.rank for fact in FACT.parse_all(names) if fact.iteration == row.position.iteration):
             if rank in generation.ranks and rank not in failed:
@@ -104,7 +104,7 @@ class RowWatch:
         return self.paths.phase(generation, row.index, row.name)
 
     def reports(self, node: Node, phase_name: str) -> Mapping[int, Payload]:
-        """What each member published about a row of this iteration that `node` has passed, or in which it leads.
+        """Each member's result of a row of this iteration that `node` has passed, or in which it leads.
 
         Raises OSError, also for a fact that cannot be read.
         """

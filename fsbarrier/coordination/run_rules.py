@@ -1,4 +1,4 @@
-"""What follows from a run's settings: the state machine's rules, and how often a node looks."""
+"""Derives the state machine's rules and a node's poll intervals from a run's settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from fsbarrier.settings.sections import Settings, changes_of
 
 
 def make_rules(settings: Settings, program: Program, accelerators: int) -> Rules:
-    """The rules for a program and the settings that the run began with. `accelerators`: of each node; a range may number them."""
+    """The rules for a program and the settings that the run began with. `accelerators`: how many each node has, since a placement may
+    number them."""
     coordination = settings.coordination
     return Rules(
         table=program,
@@ -36,7 +37,7 @@ def make_rules(settings: Settings, program: Program, accelerators: int) -> Rules
 
 def roles(accelerators: int, began: Settings, current: Payload) -> list[Role]:
     """The roles that not all nodes have (`placement.*`), or that several must hold together (`engine.nodes`). `began`: the settings that
-    the run began with, `current`: those that may have changed since."""
+    the run began with. `current`: the present values of the settings that may change."""
     placed = {f"placement.{role}": current[f"placement.{role}"] for role in ROLES}
     placed |= {
         f"placement.{name}": engine.placement for name, engine in began.engines.items() if engine.placement
