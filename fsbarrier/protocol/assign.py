@@ -31,7 +31,7 @@ def _sampled(total: int, count: int, seed: int | str, iteration: int) -> tuple[i
 
 @dataclass(frozen=True, slots=True)
 class TaskSet:
-    """Tasks by their numbers. `weight`: their share of an iteration, compared with that of the other sets. `name`: "" for the only set."""
+    """Tasks by their numbers. `weight`: the set's share of an iteration, relative to the other sets. `name`: "" for the only set."""
 
     name: str
     tasks: Sequence[int]
@@ -50,8 +50,8 @@ def draw_rounds(
     """The tasks of an iteration, `count` or fewer, and those of up to `rounds - 1` refills of as many other tasks.
 
     Each set has its share of every round, by largest remainder, while it has enough tasks. `weight_of`: how likely a task is drawn from its
-    set; one of weight 0 only if there are too few others. None: each task of a set comes once before any comes again. Refills are drawn
-    outside this order, so the tasks of the next iteration do not depend on how many this one needs.
+    set; a task of weight 0 is drawn only if there are too few others. None: each task of a set comes once before any comes again. Refills
+    do not advance this order, so the tasks of the next iteration do not depend on how many refills this one needs.
     """
     drawn = []
     shares = split_by_weight(range(count), [task_set.weight for task_set in sets])
@@ -64,14 +64,14 @@ def draw_rounds(
         drawn.append([order[quota * number : quota * (number + 1)] for number in range(rounds)])
     by_round = [[*chain(*parts)] for parts in zip(*drawn, strict=True)]
     if len(sets) > 1:
-        # A node's share is of consecutive tasks; each gets some of all sets.
+        # A node gets consecutive tasks, so they are shuffled to give each node tasks of all sets.
         for number, tasks in enumerate(by_round):
             random.Random(f"{seed}:{iteration}:{number}").shuffle(tasks)
     return [tasks for tasks in by_round if tasks]
 
 
 def _in_passes(tasks: Sequence[int], quota: int, rounds: int, key: str, iteration: int) -> list[int]:
-    """The tasks of an iteration, then those of refills."""
+    """The tasks of an iteration, then the tasks of its refills."""
     indices = sample_tasks(len(tasks), quota, seed=key, iteration=iteration) if quota else []
     if rounds > 1:
         drawn = frozenset(indices)
@@ -86,7 +86,7 @@ def _by_weight(
 ) -> list[int]:
     """Tasks in the order of a weighted draw without replacement (Efraimidis and Spirakis 2006, with the logarithm of their key)."""
     rng = random.Random(f"{key}:{iteration}:weighted")
-    # A number for each task, whatever the others weigh.
+    # Each task draws a number, so that it does not depend on the weights of other tasks.
     keys = {task: -math.log1p(-rng.random()) for task in tasks}
     weights = {task: weight_of(task) for task in tasks}
     wanted = sorted((task for task in tasks if weights[task]), key=lambda task: keys[task] / weights[task])

@@ -1,7 +1,7 @@
-"""What follows when a program has failed: another attempt, a generation without the nodes where it cannot work, or the run's end. Pure.
+"""Decides what follows a failed program: another attempt, a generation without the nodes where it cannot work, or the run's end. Pure.
 
-An iteration is attempted up to `retries` + 1 times. What fails twice in the same way fails a third time, so it is not tried again.
-Each generation's record has the failures of its iteration so far, so that all nodes draw the same conclusion from them.
+An iteration is attempted up to `retries` + 1 times. A program that fails twice in the same way is not tried again, since it would
+probably fail a third time. Each generation's record has the failures of its iteration so far, so all nodes draw the same conclusion.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from fsbarrier.protocol.situation import Situation
 from fsbarrier.protocol.succession import successor
 from fsbarrier.protocol.wording import counted
 
-#: no pause before another attempt is longer
+#: the longest pause before another attempt
 MOST_PAUSE_S = 60.0
-#: how much of a message is compared; without numbers, since pids, ports and generations differ each time
+#: The first characters of two messages are compared without numbers, since pids, ports and generations differ each time.
 _COMPARED, _NUMBER = 200, re.compile(r"0x[0-9a-f]+|\d+")
 
 
 def failures_so_far(generation: Generation, position: Position) -> tuple[FailedProgram, ...]:
-    """The failures of the iteration at `position` before this generation, whose record has those of the iteration where it started."""
+    """The failures of the iteration at `position` before this generation; a record has only those of its first iteration."""
     return generation.failures if position.iteration == generation.start.iteration else ()
 
 
@@ -33,7 +33,7 @@ def pause_s(situation: Situation, attempt: int) -> float:
 
 
 def after_a_failure(situation: Situation) -> Generation:
-    """The generation after the failures in this node's row."""
+    """The generation that follows the failures in this node's row."""
     before, members = failures_so_far(situation.generation, situation.position), situation.generation.members
     attempt = 1 + max((failure.attempt for failure in before), default=0)
     failures = (*before, *_failures(situation, attempt))
@@ -50,7 +50,7 @@ def after_a_failure(situation: Situation) -> Generation:
     if unable:
         who = ", ".join(f"node {member.rank} ({member.host})" for member in unable)
         rest = [member for member in members if member not in unable]
-        # What the others have done counts anew, and whoever fails like those that left ends the run.
+        # The remaining nodes start again at attempt 1. If one of them fails like those that left, the run ends.
         kept = tuple(replace(failure, attempt=0) for failure in failures)
         reason = f"{who} cannot work and leaves: {cause}; given up after {tries}"
         return successor(situation, rest, reason, failures=kept, dismissed=tuple(unable))
@@ -73,13 +73,13 @@ def _failures(situation: Situation, attempt: int) -> list[FailedProgram]:
 
 
 def _first(situation: Situation) -> Fact:
-    """The failure to show: of the lowest rank, but rather one that is no consequence of another node's."""
+    """The failure to show: the lowest rank's, but preferably one that is no consequence of another node's failure."""
     failed = situation.view.failed.values()
     return min(failed, key=lambda fact: (fact.value.get("noticed") is True, fact.rank))
 
 
 def _described(situation: Situation, fact: Fact) -> tuple[str, str]:
-    """A failure in one line, and the last lines of its program."""
+    """A failure as one line of text, and the last lines of its program's log."""
     host = next((m.host for m in situation.generation.members if m.rank == fact.rank), "")
     iteration, row = situation.position.iteration, situation.row
     where = f"node {fact.rank} ({host}), iteration {iteration}, phase {row.index} {row.name}"
@@ -88,13 +88,13 @@ def _described(situation: Situation, fact: Fact) -> tuple[str, str]:
 
 
 def _repeated(before: Sequence[FailedProgram], new: Sequence[FailedProgram]) -> bool:
-    """Whether a program failed as one failed before, on any node. A lost partner is no such failure: it comes back or is replaced."""
+    """Whether a program failed as one failed before, on any node. A lost partner does not count: it comes back or is replaced."""
     known = {(failure.phase, failure.what) for failure in before if not failure.noticed}
     return any((failure.phase, failure.what) in known for failure in new if not failure.noticed)
 
 
 def _cannot_work(situation: Situation, failures: Sequence[FailedProgram], attempts: int) -> list[Member]:
-    """The members that failed in each attempt, and in a way in which nobody else did; none if the run cannot go on without them."""
+    """The members that failed in each attempt, in a way in which no other member did; none if the run cannot go on without them."""
     direct = [failure for failure in failures if not failure.noticed]
     tried = [
         {failure.rank for failure in direct if failure.attempt == number} for number in range(1, attempts + 1)

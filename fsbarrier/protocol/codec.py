@@ -24,7 +24,7 @@ _KINDS: dict[type[Record], str] = {
     Fact: "fact",
     StopRequest: "stop",
 }
-# Several threads decode records.
+# Prepare the types at import, because several threads decode records (store/typed.py).
 for _kind in _KINDS:
     ready(_kind)
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
@@ -32,7 +32,7 @@ _DECODER = json.JSONDecoder()
 
 
 class CorruptRecord(Exception):
-    """The bytes are not a whole record of the expected kind; it says why.
+    """The bytes are not a whole record of the expected kind. The message says why.
 
     The reader tries again, since the file may be about to be replaced. It never treats such a record as absent.
     """

@@ -25,7 +25,7 @@ Count = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 class Decision(TypedDict):
-    """What a leader decided in a row: in which iteration, and the row's result; and the one before."""
+    """A leader's decision in a row: the iteration, the row's result, and the decision before this one."""
 
     iteration: Count
     value: Payload
@@ -62,7 +62,7 @@ class Join:
     #: the last iteration; the run follows the lowest rank
     until: Count | None = None
     version: str = ""
-    #: of its code; all members of a generation have the same
+    #: the digest of its code; all members of a generation have the same
     digest: str = ""
     #: when it started, by its own clock: for people
     time: str = ""
@@ -87,9 +87,9 @@ class Join:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Pulse:
-    """A heartbeat: the name of a file that its node renames at each beat. Of two of one start, the one with the higher counter is newer.
+    """A heartbeat: the name of a file that its node renames at each beat. For one start, a higher counter is newer.
 
-    `state` tells how the node ended; the last three fields where it is.
+    `state` says what the node does or how it ended. The last three fields say where it is in the run.
     """
 
     rank: Count
@@ -103,7 +103,7 @@ class Pulse:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """What a node says about itself with each heartbeat: for people, and as a second witness before a node is declared dead."""
+    """A node's status, written with each heartbeat: for people, and as second evidence before a node is declared dead."""
 
     rank: Count
     incarnation: Count
@@ -119,7 +119,7 @@ class Beat:
 
     @property
     def pulse(self) -> Pulse:
-        """The heartbeat with which this was written."""
+        """The heartbeat with which this status was written."""
         place = self.generation, self.iteration, self.phase
         return Pulse(self.rank, self.incarnation, self.counter, self.state, *place)
 
@@ -136,22 +136,22 @@ class Verdict:
 class FailedProgram:
     """A program failed on node `rank`: in which attempt at the iteration, in which row, and with which message (`what`).
 
-    Attempt 0: before a node left because of such failures, so it does not count for those that are left.
+    Attempt 0 marks failures before a node was dismissed for them. They do not count as attempts of the remaining nodes.
     """
 
     attempt: Count
     rank: Count
     phase: Count
     what: str
-    #: its partner on another node was gone, so the reason is there
+    #: the program only noticed that its partner on another node was gone, so the cause is on that node
     noticed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The members from now on, their leader, and the position where the run goes on. A number is never used twice.
+    """A generation: its members, their leader, and the position where the run goes on. A number is never used twice.
 
-    Similar to an epoch or a view in other protocols.
+    Other protocols call it an epoch or a view.
     """
 
     number: Count
@@ -159,22 +159,22 @@ class Generation:
     leader: Count
     start: Position
     reason: str
-    #: adopted from older generations: phase name -> {"iteration": i, "value": payload}
+    #: decisions adopted from older generations: phase name -> {"iteration": i, "value": payload}
     decisions: Mapping[str, Decision] = field(default_factory=dict)
     #: the last iteration
     until: Count | None = None
     choices: Payload = field(default_factory=dict)
     #: the failures of `start.iteration` so far
     failures: tuple[FailedProgram, ...] = ()
-    #: left out by this generation, because their programs failed in each attempt: they end (protocol/attempts.py)
+    #: members of the last generation that this one leaves out, because their programs failed in each attempt; they end (attempts.py)
     dismissed: tuple[Member, ...] = ()
     created_by: Count = 0
-    #: ends the run
+    #: if set, the run ends
     verdict: Verdict | None = None
     #: the settings of its session that differ from those that the run began with, by dotted names
     settings: Payload = field(default_factory=dict)
-    #: The number of the first of the generations that follow each other only because none lasts for ever. What a node keeps between
-    #: iterations, such as its trainer's processes, lasts for an era.
+    #: The number of the first generation of its era. A generation that only renews a long one with the same members continues its era,
+    #: and nodes keep their processes, such as the trainer's, for an era.
     era: Count = 0
 
     @property
@@ -218,9 +218,9 @@ class StopRequest:
     starts: tuple[Member, ...] = ()
 
     def concerns(self, rank: int, started_as: int) -> bool:
-        """Whether a process that joined first as `started_as` was there when the request was made.
+        """Whether a process that joined first as `started_as` had joined when the request was made. It may have rejoined since.
 
-        So a request that a stale listing shows late ends no node of a later session. The process may have rejoined since.
+        So a request that a stale listing shows late ends no node of a later session.
         """
         return any(start.rank == rank and start.incarnation >= started_as for start in self.starts)
 

@@ -10,9 +10,9 @@ from fsbarrier.protocol.situation import Situation
 
 
 def last_place(situation: Situation, loss: Loss) -> Position | None:
-    """The last known position of a member: that of its last heartbeat, or this node's own, whichever is later.
+    """The last known position of a member: its last heartbeat's, or this node's own if that is later.
 
-    This node entered its row only after every member was done with the row before.
+    This node's own counts because it entered its row only after every member was done with the row before.
     """
     generation, position, beat = situation.node.generation, situation.node.position, loss.beat
     said = Position(beat.iteration, beat.phase) if beat is not None and beat.iteration else None
@@ -23,7 +23,7 @@ def last_place(situation: Situation, loss: Loss) -> Position | None:
 
 
 def lost_as_fields(situation: Situation, gone: Sequence[Loss]) -> list[dict[str, object]]:
-    """Lost members, for the journal."""
+    """Describe lost members for the journal."""
     return [_as_fields(situation, loss) for loss in gone]
 
 
@@ -42,7 +42,7 @@ def _as_fields(situation: Situation, loss: Loss) -> dict[str, object]:
 
 
 def lost_as_text(situation: Situation, gone: Sequence[Loss]) -> str:
-    """Lost members, for a generation's reason."""
+    """Describe lost members for a generation's reason."""
     return "; ".join(
         f"node {loss.member.rank} ({loss.member.host}) is lost: {_why(situation, loss)}" for loss in gone
     )
@@ -57,7 +57,7 @@ def _why(situation: Situation, loss: Loss) -> str:
 
 
 def found_by_others(situation: Situation, newest: Generation) -> list[Loss]:
-    """The members that a newer generation left out, and whose loss this node had not noticed."""
+    """The members that a newer generation left out, if this node had not noticed a loss itself."""
     node, view = situation.node, situation.view
     if node.generation is None or node.trouble_since is not None:
         return []
@@ -79,7 +79,7 @@ def _loss_from_record(situation: Situation, member: Member, newest: Generation) 
 
 
 def last_news(situation: Situation, rank: int) -> str:
-    """The last news of a missing node, for people."""
+    """Describe the last news of a missing node, for people."""
     seen, join = situation.view.ledger.seen.get(rank), situation.view.joins.get(rank)
     if seen is None or join is None:
         return "never seen"

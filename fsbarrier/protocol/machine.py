@@ -92,7 +92,7 @@ def end_when_rank_is_taken(situation: Situation) -> Step | None:
 def end_with_the_run(situation: Situation) -> Step | None:
     """A newer generation has a verdict: the run is over for its members, and for those who wait to join them.
 
-    A node that saw nobody at work is of a later session: a stale listing shows it the end of the one before.
+    A joining node that saw nobody at work belongs to a later session: a stale listing shows it the end of the one before.
     """
     newest, node = situation.newer_generation, situation.node
     if newest is None or newest.verdict is None:
@@ -142,7 +142,7 @@ def _end(situation: Situation, code: int, state: str, reason: str) -> Step:
     return replace(situation.node, stage=Stage.ENDED), (CancelWork(), Exit(code, state, reason))
 
 
-# --- JOINING: taken in by a generation that lives, or one of those who form the next ---------------------------------------
+# --- JOINING: a live generation admits this node, or this node helps to form the next one ----------------------------------
 
 
 def take_note_of_a_generation(situation: Situation) -> Step | None:
@@ -186,8 +186,8 @@ def end_when_the_code_differs(situation: Situation) -> Step | None:
 def end_when_it_does_not_fit(situation: Situation) -> Step | None:
     """The session's settings contradict this node's command line, or have no place for its rank: it ends.
 
-    They are known once a generation names this node, it sees members at work, or node 0 is there. Until then node 0 may come and ask for
-    the same, or for more nodes.
+    The session's settings are known once a generation names this node, this node sees members at work, or node 0 is present. Until then
+    node 0 may come and ask for the same settings, or for more nodes.
     """
     known = situation.named or situation.others_at_work or situation.master_comes
     return end_when_nobody_asks_for_the_same(situation) if known else None
@@ -216,8 +216,8 @@ def stop_before_the_start(situation: Situation) -> Step | None:
 def get_ready(situation: Situation) -> Step | None:
     """The others go on without this node: before it asks them to admit it, it does the work that makes a node ready.
 
-    Example: a node is back, and needs a minute to start its engine. Otherwise all would wait for it in the next rollout. If nobody is left
-    at work, or those who are wait for this node, it stops that and asks at once. A failure counts only when it is a member.
+    Example: a node is back, and needs a minute to start its engine. Without this rule all would wait for it in the next rollout. If nobody
+    is at work, or the others wait for this node, it stops that work and asks at once. A failure counts only once it is a member.
     """
     node, newest, index = situation.node, situation.view.newest, situation.rules.table.ready
     if index is None or newest is None or node.part is RowPart.ANNOUNCED:
@@ -229,7 +229,7 @@ def get_ready(situation: Situation) -> Step | None:
     if newest.incarnation_of(node.rank) is not None:
         # The next generation is about to go on without this rank.
         return (replace(node, part=RowPart.GATHER), NOTHING) if node.part is RowPart.NONE else None
-    # No decisions: it works with what the run began with, since older results may be removed.
+    # The node has no decisions here, so it works with what the run began with: older results may be removed.
     members = (*newest.members, Member(node.rank, node.incarnation, node.host))
     generation = replace(newest, members=tuple(sorted(members, key=lambda m: m.rank)))
     member = replace(node, generation=generation, position=Position(newest.start.iteration, index))
@@ -272,8 +272,8 @@ def restart_the_last_call(situation: Situation) -> Step | None:
 
 
 def end_when_all_is_done(situation: Situation) -> Step | None:
-    """The run has already done all the iterations that were asked for. The node stays for up to `dead_s`, so that those who are being
-    started with it hear the same from it, and do not wait for it."""
+    """The run has already done all the iterations that were asked for, so the node ends. It first stays for up to `dead_s`, so that nodes
+    that are started with it see it and draw the same conclusion instead of waiting for it."""
     lowest, found, rules = lowest_start(situation), situation.view.resume_point, situation.rules
     if lowest is None or found is None:
         return None
@@ -349,7 +349,7 @@ def _end_with_nothing_to_do(situation: Situation, until: int | None) -> Step:
 
 
 def leave_when_dismissed(situation: Situation) -> Step | None:
-    """The others go on without this node, because its program failed in each attempt, and theirs did not: it ends, and says why."""
+    """The others go on without this node, because its program failed in each attempt and theirs did not. It ends and says why."""
     newest, node = situation.newer_generation, situation.node
     if newest is None or Member(node.rank, node.incarnation, node.host) not in newest.dismissed:
         return None
@@ -373,7 +373,7 @@ def rejoin_when_left_behind(situation: Situation) -> Step | None:
         baseline=newest.number,
         saw_others_at_work=True,
         missed_s=situation.view.ledger.missed_s,
-        # Its engine still runs.
+        # Its engine still runs, so it is ready at once.
         part=RowPart.ANNOUNCED,
     )
     left = Note("left_generation", {"newest": newest.number, "reason": newest.reason})
@@ -384,7 +384,7 @@ def stop_when_asked(situation: Situation) -> Step | None:
     """An operator asked the run to stop: the first node that sees the request at a safe point ends the run for all nodes.
 
     The safe point is the first row of an iteration: a stop in the middle of `update` would lose that training. A request with `now`
-    stops in any row, and so does any other while the members wait for lost ones, without which the iteration does not end.
+    stops in any row. So does any request while the members wait for lost ones, since the iteration cannot end without them.
     """
     stop, iteration = situation.view.stop, situation.position.iteration
     if stop is None:
@@ -404,7 +404,7 @@ def stop_when_asked(situation: Situation) -> Step | None:
 
 
 def go_on_behind_a_seal(situation: Situation) -> Step | None:
-    """A starting node believed all members dead and sealed this generation: if it forms no new one, the living members do.
+    """A starting node believed all members dead and sealed this generation. If it forms no new one, the living members do.
 
     The seal has the name of the leader's fact about this row, so nobody can pass the row any more (coordination/resume.py).
     """
@@ -509,8 +509,8 @@ def abort_after_a_loss(situation: Situation) -> Step | None:
 
 
 def wait_for_the_lost(situation: Situation) -> Step | None:
-    """A member is lost: with `--on-node-failure wait` the others wait until it is back, and where too few are left that hold a role,
-    until any nodes that wait to join hold it."""
+    """A member is lost. With `--on-node-failure wait` the others wait until it is back. If too few nodes hold a role, they wait until
+    joining nodes hold it."""
     if not situation.gone or not situation.halted:
         return None
     if situation.comeback:
@@ -551,8 +551,8 @@ def _answer_the_loss(
 
 
 def _propose_in_turn(situation: Situation, proposal: Generation, since: float) -> Step | None:
-    """Propose if it is this node's turn: `stagger_s` after `since` for each living rank below it. None before that, so that its work
-    goes on.
+    """Propose if it is this node's turn: `stagger_s` after `since` for each living rank below it. Returns None before that, so that the
+    node's work goes on.
 
     Example: node 3 dies, and nodes 0, 1 and 2 notice it in the same second. Node 0 proposes at once, and the others see its
     generation before their turn. If node 0 hangs, node 1 proposes. Safety does not depend on the order, since only one node can
@@ -624,7 +624,7 @@ def tell_of_a_failure(situation: Situation) -> Step | None:
 
 
 def finish_the_work(situation: Situation) -> Step | None:
-    """This node's work has succeeded: publish "done". A leader that has work of its own first waits for the others'."""
+    """This node's work has succeeded: publish "done". In a row with work for the leader, the leader first waits for the other members."""
     node, report = situation.node, situation.view.work
     if report is None or report.part is not node.part or not report.ok:
         return None
@@ -636,7 +636,7 @@ def finish_the_work(situation: Situation) -> Step | None:
 
 
 def _begin(situation: Situation, row: Row[object]) -> tuple[RowPart, Sequence[Action]]:
-    """How a member begins a row."""
+    """The part of a row with which a member begins, and its actions."""
     if row.each is not None:
         return RowPart.EACH, (Launch(RowPart.EACH),)
     if row.leader is not None and situation.leads:
@@ -644,11 +644,11 @@ def _begin(situation: Situation, row: Row[object]) -> tuple[RowPart, Sequence[Ac
     return RowPart.ANNOUNCED, (Publish(Fact(situation.node.rank, situation.node.incarnation, "done")),)
 
 
-# --- RUNNING: what the journal tells besides -----------------------------------------------------------------------------------
+# --- RUNNING: lines for the journal about silent members -----------------------------------------------------------------------
 
 
 def tell_of_the_silent(situation: Situation) -> Step | None:
-    """Members have been silent for `suspect_s`, or are heard again: the journal tells. Other rules decide whether one is lost."""
+    """Members have been silent for `suspect_s`, or are heard again: write that to the journal. Other rules decide whether one is lost."""
     node, ledger, suspected_before = situation.node, situation.view.ledger, situation.node.suspected
     since, suspect_s = node.watches_since(ledger), situation.rules.limits.suspect_s
     silent = silent_members(situation.generation.members, node.rank, ledger, since, suspect_s)

@@ -1,4 +1,4 @@
-"""Failure detection: who is alive, by the heartbeats that this node sees, on its own clock. Pure.
+"""Failure detection: decides which nodes are alive from the heartbeats that this node sees and its own clock. Pure.
 
 A node is declared dead only on evidence: a newer incarnation of its rank has joined, its last heartbeat says that it left or was killed, or
 its counter has not moved for `dead_s` of *this* node's time. Only time in which this node wrote heartbeats itself counts (invariants I7 and
@@ -13,25 +13,25 @@ from dataclasses import dataclass, field, replace
 from fsbarrier.protocol.facts import Beat, Generation, Join, Member, Pulse
 from fsbarrier.protocol.timing import DEAD_S, JOIN_TIMEOUT_S, REJOIN_TIMEOUT_S, STAGGER_S, SUSPECT_S
 
-#: the heartbeat's state of a node that waits to join
+#: the state in the heartbeat of a node that waits to join
 JOINING = "joining"
-#: of one that is not ready for the others yet
+#: the state of a joining node that still does the work that makes it ready
 PREPARING = "preparing"
-#: of a member that lives and looks, but can write no file, as on a full disk; for people, to the others it is like any other member
+#: the state of a live member that cannot write files, as on a full disk. It is for people; other nodes treat it like any member.
 UNWRITABLE = "unwritable"
-#: the state of a node that ended because nothing was left to do. With a generation's number: it has passed that one's last row
+#: the state of a node that ended because nothing was left to do; it has passed the last row of the generation in its heartbeat
 FINISHED = "finished"
-#: the state that the epitaph of a killed daemon gives its last heartbeat (processes/epitaph.py)
+#: the state in the last heartbeat of a killed daemon (processes/epitaph.py)
 KILLED = "killed"
 #: the states of a node that has ended
 GONE = frozenset({"left", KILLED, FINISHED, "stopped", "broken"})
-#: The one after which the peers need a new generation at once. In the other states a node has left everything that its peers wait
-#: for on disk, and they have `dead_s` to find it.
+#: The states after which the peers need a new generation at once. In the other end states a node has published everything that its
+#: peers wait for, and they have `dead_s` to find it.
 DESERTED = frozenset({"left", KILLED})
 
 
 def epitaph(beat: Beat) -> Pulse:
-    """What this heartbeat becomes if its daemon is killed: nothing else, if that has said already how it ended."""
+    """The heartbeat to show if this daemon is killed; unchanged if it has already reported how it ended."""
     return beat.pulse if beat.state in GONE else replace(beat.pulse, counter=beat.counter + 1, state=KILLED)
 
 
@@ -47,7 +47,7 @@ class Seen:
     before: Seen | None = None
 
     def later(self, pause: float, now: float) -> Seen:
-        """The same if `pause` seconds of the silence since then do not count."""
+        """This news with `pause` seconds of the silence since then left out."""
         before = self.before.later(pause, now) if self.before is not None else None
         return replace(self, since=min(self.since + pause, now), before=before)
 
@@ -56,12 +56,13 @@ class Seen:
 class Ledger:
     """The other nodes' heartbeats as this node has seen them.
 
-    `heard_until`: up to here silence counts. It is the time of this node's own last heartbeat before the last look; None: there was none.
+    `heard_until`: silence counts up to this time, which is that of this node's own last heartbeat before the last look; None: it has
+    written none.
     """
 
     seen: Mapping[int, Seen] = field(default_factory=dict)
     heard_until: float | None = None
-    #: all the time so far that did not count as anybody's silence
+    #: the total time so far that did not count as silence of any node
     missed_s: float = 0.0
 
     def observe(
@@ -73,7 +74,7 @@ class Ledger:
         declares nobody dead. Example: the shared disk fails for a minute. The first node that can write again would declare all others
         dead. So silence counts up to `beaten_at`.
 
-        Of a gap between two own heartbeats at most `poll_gap_s` counts. Example: the file server hangs for 20 s, or this process is
+        At most `poll_gap_s` of a gap between two own heartbeats counts. Example: the file server hangs for 20 s, or this process is
         stopped. Afterwards every heartbeat is 20 s old, and with `dead_s` = 15 this node would declare all others dead.
         """
         seen, until, pause = {**self.seen}, self.heard_until, 0.0
@@ -96,19 +97,19 @@ class Ledger:
         return item if item is not None and item.beat.incarnation == member.incarnation else None
 
     def last_news(self, member: Member) -> Seen | None:
-        """The same, also where a later incarnation of its rank was heard since."""
+        """Like `news`, but also finds it if a later incarnation of the rank was heard since."""
         item = self.seen.get(member.rank)
         if item is not None and item.beat.incarnation > member.incarnation:
             item = item.before
         return item if item is not None and item.beat.incarnation == member.incarnation else None
 
     def age(self, member: Member, now: float) -> float | None:
-        """How long ago `member`'s counter was seen to move, for people; None without news of it."""
+        """Seconds since `member`'s counter was seen to move, for people; None if it was never heard."""
         item = self.last_news(member)
         return None if item is None else max(0.0, now - item.since)
 
     def silence(self, member: Member, since: float) -> float:
-        """How long there has been no news of `member`, as far as that counts. Of one never heard it counts from `since` on."""
+        """Seconds without news of `member`, excluding time that this node could not observe; from `since` on if it was never heard."""
         item, until = self.last_news(member), self.heard_until
         return 0.0 if until is None else max(0.0, until - (since if item is None else item.since))
 
@@ -159,14 +160,14 @@ def losses(
     since: float,
     limits: Limits,
 ) -> Sequence[Loss]:
-    """The lost members. `since`: from when the silence of a member never seen counts (`Node.watches_since`)."""
+    """The lost members. `since`: the time from which the silence of a member that was never seen counts (`Node.watches_since`)."""
     others = [member for member in members if member.rank != me]
     found = [_loss(member, joins.get(member.rank), ledger, since, limits) for member in others]
     return [loss for loss in found if loss is not None]
 
 
 def _loss(member: Member, join: Join | None, ledger: Ledger, since: float, limits: Limits) -> Loss | None:
-    """Whether a member is lost, by the newest heartbeat and the newest start (`join`) of its rank."""
+    """The loss of a member, judged by the newest heartbeat and the newest start (`join`) of its rank; None if it is not lost."""
     newest, news = ledger.seen.get(member.rank), ledger.last_news(member)
     beat, state = (news.beat, news.beat.state) if news is not None else (None, "")
     silent_s = ledger.silence(member, since)

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 from fsbarrier.errors import UsageError
 from fsbarrier.protocol.facts import Fact, Position
 
-#: what builds a row's work; the protocol never calls it
+#: the type of the object that builds a row's work; the protocol never calls it
 Work_co = TypeVar("Work_co", covariant=True)
 
 #: the key in the `choices` of joins and generations that says which slice of the rows a session runs
@@ -30,7 +30,7 @@ class Row(Generic[Work_co]):
     each: Work_co | None = None
     #: the work of the leader; if a row has both, it begins after all other members are done with theirs
     leader: Work_co | None = None
-    #: the row where a new generation resumes if it interrupts this one; "": here
+    #: the row where a new generation resumes if it interrupts this one; "": this row
     resume: str = ""
     #: the result is no decision: later generations do not adopt it, and it need not survive a power failure
     transient: bool = False
@@ -115,7 +115,7 @@ class Table(Generic[Work_co]):
         return self._indices[row.resume] if row.resume else row.index
 
     def row(self, position: Position, until: int | None, choice: str = "") -> Row[Work_co]:
-        """The row at a position, in a session that runs the slice `choice` up to iteration `until`. Only a whole iteration is closed."""
+        """The row at a position, in a session that runs the slice `choice` up to iteration `until`. A slice has no closing rows."""
         closes = position.iteration == until and all(part.name != choice for part in self.slices)
         from_the_end = position.phase - len(self.rows)
         if closes and from_the_end >= -len(self.closing):
@@ -123,7 +123,7 @@ class Table(Generic[Work_co]):
         return self.rows[position.phase]
 
     def span(self, choice: str = "") -> tuple[int, int]:
-        """The first and the last row of an iteration that runs the slice `choice`; of all rows if there is no such slice."""
+        """The first and the last row of an iteration that runs the slice `choice`; without such a slice, of the whole table."""
         for part in self.slices:
             if part.name == choice:
                 return self._indices[part.first], self._indices[part.last]

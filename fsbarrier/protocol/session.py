@@ -1,4 +1,4 @@
-"""The settings of a session: of all generations between a start of the nodes and their end. Pure.
+"""The settings of a session, which is all generations between a start of the nodes and their end. Pure.
 
 A run's settings change when a session begins: node 0's start names other values, and the session's first generation records them. Every
 later generation copies them. So all members have the same settings, whatever their own command lines say. See docs/protocol.md,

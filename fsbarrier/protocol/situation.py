@@ -27,7 +27,7 @@ class Situation:
     rules: Rules
 
     def __post_init__(self) -> None:
-        # Those of the session, not those that the run began with.
+        # From here on the rules have the session's settings, not those that the run began with.
         self.rules = self.rules.under(self.settings)
 
     @property
@@ -97,9 +97,9 @@ class Situation:
 
     @cached_property
     def settings(self) -> Payload:
-        """What the starts of node 0 have changed of the run's settings: in this node's session, or in the one that it joins.
+        """The settings that the starts of node 0 have changed, in this node's session or in the one that it joins.
 
-        A session that is about to begin has the settings of the last one, and those that node 0 asks for.
+        A session that is about to begin has the settings of the last one, overridden by those that node 0 asks for.
         """
         generation, master = self.node.generation or self.view.newest, self.view.joins.get(MASTER)
         current = generation.settings if generation is not None else {}
@@ -112,7 +112,7 @@ class Situation:
         return {name: value for name, value in asked.items() if began.get(name) != value}
 
     def objection(self, join: Join) -> str:
-        """What in a start does not fit the session's settings, for people; "" if it fits."""
+        """Why a start does not fit the session's settings, for people; "" if it fits."""
         if join.rank >= self.rules.num_nodes:
             return f"this run has {counted(self.rules.num_nodes, 'node')} and so no node {join.rank}"
         return contradiction(join.stated, {**self.rules.settings, **self.settings}) if join.stated else ""
@@ -128,7 +128,7 @@ class Situation:
 
     @property
     def members(self) -> Sequence[Member]:
-        """The members of this node's generation; while it joins, of the newest one."""
+        """The members of this node's generation, or while it joins, of the newest one."""
         generation = self.node.generation or self.view.newest
         return generation.members if generation is not None else ()
 
@@ -188,9 +188,9 @@ class Situation:
 
     @property
     def halted(self) -> bool:
-        """Whether the members wait until lost ones are back, as they are told to, or until enough nodes hold each role again.
+        """Whether the members wait until lost ones are back (`on_node_failure` is "wait"), or until enough nodes hold each role again.
 
-        A node that joins asks this too: they wait for it then.
+        A joining node asks this too, since the members then wait for it.
         """
         policy = self.rules.on_node_failure
         if policy == "wait":
@@ -199,7 +199,7 @@ class Situation:
 
     @property
     def comeback(self) -> Sequence[Member]:
-        """The members of the next generation if these nodes are halted no more: the living ones, and who waits to join; none before."""
+        """The members of the generation that ends the halt: the living ones and the joiners; none while these do not suffice."""
         there = {**self.joiners, **{member.rank: member for member in self.living}}
         if self.rules.on_node_failure == "wait":
             return (
@@ -226,5 +226,5 @@ class Situation:
 
     @property
     def trouble_since(self) -> float:
-        """When this node noticed the loss that it answers with a new generation; now, if it notices only now."""
+        """When this node noticed the loss that it answers with a new generation; now if it has just noticed it."""
         return self.now if self.node.trouble_since is None else self.node.trouble_since

@@ -43,23 +43,23 @@ class RowPart(Enum):
 
 #: the parts in which a node reads what the others have published about its row
 WATCHING = (RowPart.ANNOUNCED, RowPart.GATHER, RowPart.EACH)
-#: those of a joining node that is not ready yet
+#: the parts of a joining node that is not ready yet
 UNREADY = (RowPart.GATHER, RowPart.EACH)
 
 
-#: setting -> the field of Rules that follows it
+#: setting -> the field of Rules that has its value
 CHANGING_RULES = {
     "num_nodes": "num_nodes",
     "min_nodes": "min_nodes",
     "on_node_failure": "on_node_failure",
 }
-#: the only one of `Limits` that a later session may change, with `--num-nodes A:B`
+#: the only field of `Limits` that a later session may change, with `--num-nodes A:B`
 LAST_CALL = "coordination.last_call_s"
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What only some ranks can do. The run needs `least` of them as members."""
+    """A role that only some ranks can hold. The run needs at least `least` of its holders as members."""
 
     name: str
     holders: frozenset[int]
@@ -77,14 +77,14 @@ class Rules:
     min_nodes: int = 1
     #: the roles of a run with these `settings`
     roles_of: Callable[[Payload], Sequence[Role]] = lambda settings: ()
-    #: "shrink", "wait" or "abort"; in groups "hold": the caller learns of a loss, and decides
+    #: "shrink", "wait" or "abort"; "hold" in groups, where the caller learns of a loss and decides
     on_node_failure: str = "shrink"
     retries: int = 2
     #: A generation ends after so many iterations, and the same members go on in the next one. The leader's facts stay as long as their
     #: generation, so this bounds their number.
     longest: int = 100
     limits: Limits = field(default_factory=Limits)
-    #: a group's caller wants a new generation after the one with this number
+    #: the number of the generation after which a group's caller wants a new one
     regroup: int = 0
     #: The settings that may change from session to session, by their dotted names: the values that the run began with, and after `under`
     #: those of the session.
@@ -100,7 +100,7 @@ class Rules:
         return replace(self, settings={**self.settings, **settings}, **changed)
 
     def lacks(self, ranks: Collection[int]) -> str:
-        """What a run with only these nodes lacks, for people; "" if it may go on with them."""
+        """Why a run cannot go on with only these nodes, for people; "" if it can."""
         if len(ranks) < self.min_nodes:
             return f"{len(ranks)} left, --min-nodes is {self.min_nodes}"
         return self.lacks_role(ranks)
@@ -127,7 +127,7 @@ class Rules:
         return self.table.row(position, generation.until, generation.choices.get(SLICE_CHOICE, self.slice))
 
     def has_row(self, position: Position) -> bool:
-        """Whether the program has such a row; a name that anybody may have made says anything."""
+        """Whether the program has such a row. Positions in file names are checked, since anybody may have made such a file."""
         return position.phase < len(self.table.rows)
 
     def row_name(self, position: Position) -> str:
@@ -154,14 +154,14 @@ class Node:
     generation: Generation | None = None
     position: Position | None = None
     part: RowPart = RowPart.NONE
-    #: what came of its work in this row so far, and how long that took
+    #: the result of its work in this row so far, and how long that took
     result: Payload = field(default_factory=dict)
     work_s: float = 0.0
-    #: of each row the newest one before this node's position
+    #: each row's newest decision before this node's position
     decisions: Mapping[str, Decision] = field(default_factory=dict)
     #: when it noticed the loss (or seal) that it wants to answer with a new generation
     trouble_since: float | None = None
-    #: the members that were silent for `suspect_s` at the last look, and of which the journal tells
+    #: the members that were silent for `suspect_s` at the last look, which the journal calls suspected
     suspected: frozenset[Member] = frozenset()
     #: when it first saw that a member's program had failed in this row
     failed_since: float | None = None
@@ -180,8 +180,8 @@ class Node:
         return self.generation, self.position
 
     def watches_since(self, ledger: Ledger) -> float:
-        """From when the silence of a member counts that this node has never heard: `since`, but time in which it could not look is
-        nobody's silence. Example: this node entered a generation and was stopped for 18 s before its next look."""
+        """The time from which the silence of a member that was never heard counts: `since`, later by the time in which this node could
+        not look. Example: this node entered a generation and was stopped for 18 s before its next look."""
         return self.since + ledger.missed_s - self.missed_s
 
 
@@ -209,20 +209,20 @@ class ResumePoint:
     at: float = 0.0
     #: the rows that it ran
     span: tuple[int, int] = (0, 0)
-    #: a seal fences it, so it cannot have gone on since
+    #: whether a seal fences that generation, so that it cannot have gone on since
     sealed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What one node sees."""
+    """The input of a decision: what one node sees of the shared directory and of its own work."""
 
     newest: Generation | None = None
     joins: Mapping[int, Join] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
     #: a request to stop this node
     stop: StopRequest | None = None
-    #: where the newest generation left the run, as far as a joining node has looked
+    #: where the newest generation left the run; None if a joining node has not read it yet
     resume_point: ResumePoint | None = None
     #: in the node's row: the members that are done, the failures, and the leader's fact once all are done
     arrived: frozenset[int] = frozenset()
@@ -237,7 +237,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Start this node's work in its row. `at`: as this member, while it waits to become one."""
+    """Start this node's work in its row. `at`: for a joining node, the member as which it does the work."""
 
     part: RowPart
     at: Node | None = None

@@ -20,7 +20,7 @@ from fsbarrier.protocol.state import ResumePoint
 
 #: the reason of a session's first generation: in the first session, and in every later one
 STARTS = ("start", "start again")
-#: the beginning of the reason of a generation that continues one which has lasted long enough
+#: how the reason of a generation begins that renews a long one with the same members
 RENEWED = "the same nodes, after "
 
 
@@ -42,7 +42,7 @@ def successor(
     """The generation after this node's, which is the newest. The same iteration resumes at the row that the current row's `resume` names.
     If an unreadable record already has its number, creating it fails, which is safe.
 
-    `era`: the one that goes on; 0: a new one begins.
+    `era`: the era that goes on; 0: a new one begins.
     """
     table, position, generation = situation.rules.table, situation.position, situation.generation
     start = Position(position.iteration, max(situation.span[0], table.resume_index(situation.row)))
@@ -89,10 +89,10 @@ def first_of_session(situation: Situation, point: ResumePoint) -> Generation:
 
 
 def lowest_start(situation: Situation) -> Join | None:
-    """The start whose command line the run follows: the lowest rank's, once this node has heard it; after the wait for missing nodes the
-    lowest rank's that came. None until then.
+    """The start whose command line the run follows: the lowest rank's, once this node has heard it. After the wait for missing nodes it is
+    the lowest present rank's. None until then.
 
-    What this node has not heard may be left of an earlier session. Example: node 0 was fenced and came back, but the run ended before
+    A start that it has not heard may belong to an earlier session. Example: node 0 was fenced and came back, but the run ended before
     it was admitted. In the next session node 1 must not take that start for the one that is about to come with more `--iterations`.
     """
     node, view = situation.node, situation.view
@@ -133,7 +133,7 @@ def start_of_session(
 
 
 def _start_by_what_was_done(point: ResumePoint, span: tuple[int, int], table: Table[object]) -> Position:
-    """Where a session that runs the rows of `span` begins: where the run was left, if the last session ran the same rows.
+    """Where a session that runs the rows of `span` begins. If the last session ran the same rows, it begins where the run was left.
 
     Otherwise it begins with the first slice that lags behind the one before it. Example: there are rollouts of iteration 3, but
     updates only up to iteration 2; a session that includes the update begins with that of iteration 3. If no slice lags, a session that

@@ -1,12 +1,12 @@
 """Defaults of the protocol's timeouts, in seconds."""
 
-#: between two heartbeats of a node
+#: the time between two heartbeats of a node
 BEAT_S = 2.0
-#: of silence, before the journal calls a node suspected
+#: silence after which the journal calls a node suspected
 SUSPECT_S = 6.0
-#: of silence, before a node counts as lost. The longest silence of a living node that was seen on NFS and sshfs is 4.4 s.
+#: silence after which a node counts as lost. The longest silence of a living node that was seen on NFS and sshfs is 4.4 s.
 DEAD_S = 10.0
-#: before a node proposes a generation, for each living node of a lower rank, which may propose first
+#: how long a node waits, for each living node of a lower rank, before it proposes a generation itself
 STAGGER_S = 2 * BEAT_S
 #: how long a start waits for missing nodes
 JOIN_TIMEOUT_S = 1800.0
