@@ -1,4 +1,4 @@
-"""One replica of what serves a model on this node, from the daemon's side: brought to the right weights, released, stopped.
+"""Manages one engine of this node for the daemon: gives it the right weights, frees its accelerators, and stops it.
 
     engine = Engine(settings.engine, log_file=..., work_dir=...)
     info = engine.ensure(folder, policy_version, cancel=event)     # it serves exactly these weights now
@@ -6,6 +6,22 @@
     engine.stop()
 
 replicas.py manages all engines of a node; server.py is the vLLM process; external.py is for a user's own server.
+
+An engine (`Engine`) lives as long as the daemon; the vLLM process (`Server`) that it runs comes and goes. `state` is
+  off        no process: before the first `ensure`, after `stop`, after a failed start, and after a release that had to stop it
+  starting   the process serves no version yet; also during a reload, when old and new weights may be mixed
+  up         it serves exactly one model folder as one policy version
+  asleep     the process runs, and has freed its accelerator memory
+  down       the process ended by itself; the next `ensure` starts another
+`ensure` does the least that is sufficient: nothing, wake, reload in place, or restart. Reloaded and started servers must compute what the
+trainer computed with these weights (`known`). A server that differs after a reload is restarted, and this engine reloads nothing any more.
+If a server fails or differs at its start, it is stopped, and ProgramFailed carries the end of its log; the engine itself stays usable.
+`release` prefers sleep. If the memory is not freed in that way, it stops the server, and checks again.
+
+`ensure` and `release` are called in the job's thread (through replicas.py, in one thread each if there are several engines), and for a
+frozen engine also by its gateway after a death. They hold the lock until they return. Their `cancel` aborts one call; `stop`, which any
+thread may call, aborts the current call before it takes the lock. `state`, `ended` and `how_it_ended` take no lock, since the daemon's
+loop reads them and must not wait for a start.
 """
 
 from __future__ import annotations
@@ -47,10 +63,10 @@ Release = dict[str, str | float]
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What serves the policy now. `seconds`: duration of `ensure`. `note`: a message for the user.
+    """How to reach the server of the current weights, and what `ensure` did. `seconds`: duration of `ensure`. `note`: for the user.
 
-    `action`: started, reloaded (new weights in place), woken, kept (it served these weights already), external (debug mode), or part (of
-    an engine that another node asks).
+    `action`: started, reloaded (new weights in place), woken, kept (it served these weights already), external (debug mode), or part (this
+    node runs a headless part; the engine's head is on another node).
     """
 
     url: str
@@ -70,8 +86,8 @@ class Engine:
     folder. `threads`: maximum compute threads on a CPU; 0: all available cores but one; OMP_NUM_THREADS takes precedence. It may be changed
     before a start.
 
-    Address and key do not change when the server is restarted, so that clients can reconnect. `served_name`, `api_key`: of a frozen engine,
-    whose replicas have the same.
+    Address and key do not change when the server is restarted, so that clients can reconnect. `served_name`, `api_key`: set for a frozen
+    engine, because its replicas share them.
     """
 
     def __init__(
@@ -90,7 +106,7 @@ class Engine:
         door: Door | None = None,
         tool_parser: str | None = None,
     ) -> None:
-        # None: the model's own.
+        # None: the parser that fits the model.
         self._tool_parser = tool_parser
         self.settings, self.external = settings, external
         self._served_name, self._frozen = served_name, isinstance(settings, FrozenEngineSettings)
@@ -103,7 +119,7 @@ class Engine:
         self._short_folder = ExitStack()
         self._lock = threading.RLock()
         self._stopping = threading.Event()
-        # Where the other nodes of the engine come, and which these are; None: it is this node's alone.
+        # The listener for the other nodes of this engine, and those nodes; None: the engine runs on this node alone.
         self._door = door
         self._span: Span | None = None
         # Whether the models of this run can be reloaded in place; None: no reload has been compared with the trainer yet.
@@ -120,9 +136,8 @@ class Engine:
         known: KnownLogprobs | None = None,
     ) -> EngineInfo:
         """Serve the model folder `weights` as `policy_version`: start, reload in place, restart, or do nothing. `in_flight`: running
-        requests go on; if the server would have to be restarted for that, it keeps its weights. `span`: the nodes that share the engine,
-        which all call this with the same weights. `known`: what a server of our own must compute with these weights; None: it is not
-        compared.
+        requests go on; if the server would have to be restarted for that, it keeps its weights. `span`: the nodes that share the engine;
+        each of them calls this with the same weights. `known`: log-probabilities that our server must reproduce; None: no comparison.
 
         Returns when the server serves these weights, within `engine.start_timeout_s`. Raises ProgramFailed with the end of the server's log
         (damaged folder, failed start), also when `cancel` is set.
@@ -169,7 +184,7 @@ class Engine:
             if not server.can_sleep:
                 return self._stop_and_verify(server, "this server cannot sleep", cancel)
             begin = time.monotonic()
-            # Other weights are loaded from disk anyway, and the same ones wait in the host's memory.
+            # A frozen model's weights stay in the host's memory. A policy's are replaced from disk anyway.
             outcome = server.fall_asleep(cancel, keep_weights=self._frozen)
             if isinstance(outcome, str):
                 return self._stop_and_verify(server, outcome, cancel)
@@ -192,7 +207,7 @@ class Engine:
 
     @property
     def state(self) -> str:
-        """Of our server: off, starting, up, asleep, or down if it ended by itself."""
+        """The state of our server: off, starting, up, asleep, or down (it ended by itself)."""
         server = self._server
         if server is None or self.ended:
             return "off" if server is None else "down"
@@ -212,7 +227,7 @@ class Engine:
         in_flight: bool,
         known: KnownLogprobs | None,
     ) -> tuple[Server, str, str]:
-        """Our server, serving `model`, with the action taken and a note."""
+        """Make our server serve `model`; returns it, the action taken, and a note."""
         server, note = self._server, ""
         if server is not None:
             if not server.healthy(cancel):
@@ -245,18 +260,18 @@ class Engine:
         in_flight: bool,
         known: KnownLogprobs | None,
     ) -> str:
-        """Reload in place, and compare; returns "" or the reason for a restart. One wrong reload is the last one of this engine."""
+        """Reload in place, and compare; returns "" or the reason for a restart. After one wrong reload this engine reloads no more."""
         reason = server.reload(served, policy_version, cancel, in_flight=in_flight)
         if reason or known is None:
             return reason
         wrong = server.differs(known, policy_version, cancel)
-        # A server that has ended says nothing of reloads.
+        # If the server died during the comparison, we do not know whether reloads work.
         if not wrong or server.child.poll() is None:
             self._reloads = server.reloads = not wrong
         return wrong
 
     def _as_served(self, model: ModelFolder, policy_version: int) -> ModelFolder:
-        # The other nodes of an engine could not read what is made here.
+        # The copy with its own head is local, and the other nodes of an engine could not read it.
         if self._frozen or self._span is not None:
             return model
         return with_own_head(model, policy_version, self.work_dir / "served")
@@ -269,7 +284,7 @@ class Engine:
         cancel: threading.Event,
         known: KnownLogprobs | None,
     ) -> Server:
-        """Start a server, wait until it is ready, and compare it."""
+        """Start a server, wait until it is ready, and compare it with the trainer. Raises ProgramFailed; the server is then stopped."""
         links, meeting = list[Link](), None
         if self._span is not None and self._door is not None:
             links, meeting = self._door.gather(self._span, deadline, self._called_off(cancel))
@@ -285,7 +300,10 @@ class Engine:
         return server
 
     def _follow(self, model: ModelFolder, span: Span, deadline: float, cancel: threading.Event) -> Server:
-        """Our part of an engine whose head, on another node, serves by now what it is asked for in this turn; started anew with it."""
+        """Start this node's headless part if needed, and wait until the head, on another node, serves this turn's weights.
+
+        The part ends with its head, and is then started again to join the new one. Raises ProgramFailed.
+        """
         called_off, pauses = self._called_off(cancel), iter(LOOKS)
         if self.ended:
             self._stop_server()

@@ -5,8 +5,8 @@
     frozen.address                                   # for the rollout program
 
 Its servers listen on private sockets like the policy's. A gateway in this process connects a TCP port with the least loaded of them, so
-that any OpenAI client can reach it; both check the key. A request that finds none waits until one is back: the first one that
-meets a dead server has it started again.
+that any OpenAI client can reach it; both check the key. A request that finds no server waits until one is back. The first request that
+meets a dead server makes the gateway start it again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fsbarrier.store.retry import Backoff
 # How often a waiting request looks for a server.
 PAUSES = Backoff(0.1, 1.0)
 BLOCK_BYTES = 1 << 16
-# A server that dies so often between two rollouts is given up.
+# A server that dies more often than this between two rollouts is not started again.
 MOST_DEATHS = 3
 STOP_S = 5.0
 
@@ -41,21 +41,21 @@ class FrozenEngine:
     """Thread-safe."""
 
     def __init__(self, replicas: Replicas, addresses: Sequence[str]) -> None:
-        """`addresses`: of this host, where it listens. Raises OSError."""
+        """`addresses`: this host's addresses on which the gateway listens. Raises OSError."""
         self.name, self.replicas = replicas.frozen, replicas
         self._folder, self._threads = Path(), 0
         self._listening = rendezvous.listen(addresses)
         #: whether other nodes can reach it
         self.offered = tuple(addresses) != rendezvous.LOOPBACK
         self.port = rendezvous.port_of(self._listening[0])
-        # Why it cannot be started again; "" if it need not be, or could.
+        # Why a dead server cannot be started again; "" if all are alive or can be.
         self.failure = ""
         # The deaths of each server, by its number.
         self._deaths, self._closing = Counter[int](), threading.Event()
-        # Each start of this node's that followed a death, as a line for the journal; and how many the journal has.
+        # Each restart after a death on this node, as a line for the journal; and how many of them the journal has.
         self._restarts: list[Payload] = []
         self._told = 0
-        # The sockets of the servers, and the connections to each.
+        # The sockets of the servers, and the number of open connections to each.
         self._sockets: tuple[str, ...] = ()
         self._open = Counter[str]()
         self._reviving: asyncio.Task[None] | None = None
@@ -64,18 +64,18 @@ class FrozenEngine:
 
     @property
     def address(self) -> EngineAddress:
-        """For programs on this node."""
+        """The address for programs on this node."""
         return address("127.0.0.1", self.offer, self.name, self.replicas.settings.start_timeout_s)
 
     @property
     def offer(self) -> dict[str, object]:
-        """What a join tells the other nodes."""
+        """The port and key that this node's join record gives to the other nodes."""
         return {"port": self.port, "key": self.replicas.api_key}
 
     @property
     def status(self) -> Payload:
-        """For `fsbarrier status`: the state of each server, and how often and why one was started again."""
-        states, restarts = [one.state for one in self.replicas.engines], self._restarts
+        """The state of each server, the number of restarts, and the reason of the last one; `fsbarrier status` shows them."""
+        states, restarts = [engine.state for engine in self.replicas.engines], self._restarts
         return {
             "states": states,
             "restarts": len(restarts),
@@ -91,7 +91,7 @@ class FrozenEngine:
     def ensure(
         self, folder: Path, devices: Sequence[int] | None, *, threads: int, cancel: threading.Event
     ) -> list[EngineInfo]:
-        """Have all servers serve the model in `folder`, on these of the node's accelerators. Raises ProgramFailed, UsageError."""
+        """Make all servers serve the model in `folder`, on the accelerators `devices` of this node. Raises ProgramFailed, UsageError."""
         self.failure, self._deaths = "", Counter()
         self._folder, self._threads = folder, threads
         self.replicas.use(devices)
@@ -120,7 +120,9 @@ class FrozenEngine:
     async def _serve(self) -> None:
         gate = HttpGate(self.replicas.api_key)
         connect = partial(self._connect, gate)
-        servers = [await asyncio.start_server(connect, sock=one, backlog=AT_ONCE) for one in self._listening]
+        servers = [
+            await asyncio.start_server(connect, sock=sock, backlog=AT_ONCE) for sock in self._listening
+        ]
         await asyncio.to_thread(self._closing.wait)
         for server in servers:
             server.close()
@@ -134,7 +136,7 @@ class FrozenEngine:
             if head is None:
                 return
             for pause_s in PAUSES:
-                for path in sorted(self._sockets, key=lambda one: self._open[one]):
+                for path in sorted(self._sockets, key=lambda path: self._open[path]):
                     with contextlib.suppress(OSError):
                         server = await asyncio.open_unix_connection(path)
                         self._open[path] += 1
@@ -176,7 +178,7 @@ class FrozenEngine:
 
 
 def address(host: str, offer: Mapping[str, object], name: str, patience_s: float) -> EngineAddress:
-    """Where programs find the engine `name` that the node at `host` offers."""
+    """The address for programs of the engine `name` that the node at `host` offers."""
     host = f"[{host}]" if ":" in host else host
     return EngineAddress(f"http://{host}:{offer['port']}/v1", str(offer["key"]), name, patience_s)
 
@@ -185,7 +187,7 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 async def _between(client: Streams, server: Streams) -> None:
-    """Pass on what both say. The connection ends with either side, so that an end is never taken for an answer."""
+    """Copy bytes in both directions. When one side closes, the other is closed too, so that a client never takes a cut for an answer."""
     one_way = [asyncio.create_task(_pass_on(a[0], b[1])) for a, b in ((client, server), (server, client))]
     try:
         await asyncio.wait(one_way, return_when=asyncio.FIRST_COMPLETED)

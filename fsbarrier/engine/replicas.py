@@ -49,7 +49,8 @@ class Replicas:
         tool_parser: str | None = None,
     ) -> None:
         """`devices`: the accelerators that this node may use. `secrets_named`: variables with secrets, which the servers do not get.
-        `frozen`: the name of a frozen engine, whose replicas have one key; "": the policy's. `door`: of an engine over several nodes.
+        `frozen`: the name of a frozen engine, whose replicas share one key; "": these serve the policy. `door`: the listener for the
+        other nodes, if an engine spans several.
 
         Raises UsageError if there are too few accelerators.
         """
@@ -84,9 +85,9 @@ class Replicas:
         return [self._make(number, placement) for number, placement in enumerate(own)]
 
     def use(self, devices: Sequence[int] | None) -> None:
-        """Have the engines on these of the node's accelerators, by number; None: on all. Engines elsewhere are stopped.
+        """Place the engines on these accelerators of the node, by number; None: on all. If the choice changes, running ones are stopped.
 
-        Raises UsageError.
+        Raises UsageError if they are too few.
         """
         if devices == self._chosen:
             return
@@ -144,7 +145,7 @@ class Replicas:
         self._side_by_side(Engine.stop)
 
     def none_left(self) -> str:
-        """How the servers ended, if none of them is left; "" while one is, or where they are not ours."""
+        """How the first server ended, if all have ended; "" while any of them runs, or if they are external."""
         ends = [engine.how_it_ended() for engine in self.engines if engine.ended]
         return ends[0] if len(ends) == len(self.engines) else ""
 

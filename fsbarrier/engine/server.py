@@ -39,7 +39,7 @@ SLEEP_TIMEOUT_S = 120.0
 ASLEEP_BYTES = 2 << 30
 # vLLM only logs this as a warning, and the reload returns 200.
 NOT_LOADED = "Following weights were not loaded from checkpoint"
-# More than it writes during a reload.
+# How many lines of its log to search after a reload; vLLM writes fewer.
 RELOAD_LINES = 1000
 
 
@@ -52,7 +52,7 @@ class Server:
     client: EngineClient
     first_model: ModelFolder
     start_timeout_s: float
-    # How the names of its settings begin.
+    # The prefix of its settings' names, for messages.
     group: str
     environ: Mapping[str, str]
     # The state of the accelerators before the server was started.
@@ -63,7 +63,7 @@ class Server:
     # The model folder and version it serves; None during a change, when the weights may be inconsistent.
     serving: tuple[Path, int] | None = None
     asleep: bool = False
-    # With its parts on other nodes, if it spans several.
+    # The connections to its parts on other nodes; None: it runs on this node alone.
     bond: Bond | None = None
     # Whether a server of this engine computed what it should after a reload in place; None: not compared yet.
     reloads: bool | None = None
@@ -90,7 +90,7 @@ class Server:
             cwd=cwd,
             log_file=log_file,
             name="vllm",
-            # It is reached through its socket. Its parts on other nodes could not reach it.
+            # A server needs only its socket, unless it has parts on other nodes, which must reach it.
             private_network=plan.settings.private_network and plan.meeting is None,
         )
         url = UNIX + plan.socket
@@ -108,7 +108,7 @@ class Server:
         )
 
     def wait_until_it_answers(self, deadline: float, cancel: threading.Event, label: int | None) -> str:
-        """Wait until the server is ready; returns "" or the problem. `label`: see there; None: a frozen engine."""
+        """Wait until the server is ready; returns "" or the problem. `label`: the policy version for `label()`; None: a frozen engine."""
         pauses = iter(LOOKS)
         while not self.client.healthy(cancel=cancel):
             code = self.child.poll()
@@ -132,7 +132,7 @@ class Server:
         return self.child.poll() is None and self.client.healthy(30.0, cancel)
 
     def how_it_ended(self) -> str:
-        """How the server ended, with its own words and the end of its log; one line if it has not ended."""
+        """How the server ended, with the cause from its log and the log's end; a single line if it has not ended."""
         code = self.child.poll()
         if code is None:
             return "vLLM does not answer"
@@ -143,7 +143,7 @@ class Server:
         return "was ended because its part on another node ended" if broken else last_words.how_it_ended(code)
 
     def failure_text(self, what: str) -> str:
-        """A message: the problem with the server's own words, the log's path, and the end of the log."""
+        """A message: the problem, the cause that the log gives, the log's path, and the end of the log."""
         lines = self.child.last_log_lines(last_words.SEARCHED_LINES)
         cause = last_words.cause(lines, killed=(self.child.poll() or 0) < 0)
         return "\n".join(
@@ -229,7 +229,7 @@ class Server:
         return ""
 
     def label(self, policy_version: int, cancel: threading.Event) -> None:
-        """What the server says of the tokens that it samples from now on. Raises Refused, Unreachable, CalledOff."""
+        """Set the policy version that the server reports with each token from now on. Raises Refused, Unreachable, CalledOff."""
         self._post("/update_weight_version", cancel, {"new_version": str(policy_version)})
 
     def _post(self, path: str, cancel: threading.Event, body: object = None) -> None:
@@ -240,11 +240,11 @@ class Server:
         to running requests ("keep", "abort")."""
         post = partial(self._post, cancel=cancel)
         if self.asleep:
-            # Memory that kept trainers hold by now will still be in use when this server sleeps the next time.
+            # Resident trainers hold memory by now, and will still hold it when this server sleeps the next time.
             self.accelerators_before = accelerators.detect(self.environ)
             post("/wake_up?tags=weights")
-        # "abort" ends what a killed rollout has left. Both empty the caches of tokens, of prefixes and of images. A server that went on
-        # counting on an image that it saw before the reload would end with the next request that has it.
+        # "abort" ends requests that a killed rollout has left. Both modes empty the token, prefix and image caches. If the server still
+        # relied on an image that it cached before the reload, the next request with that image would crash it.
         post(f"/pause?mode={running}")
         kwargs = {"weights_path": str(model.path)}
         post("/collective_rpc", body={"method": "reload_weights", "kwargs": kwargs})
@@ -255,7 +255,7 @@ class Server:
         post("/resume")
 
     def wake(self, cancel: threading.Event) -> str:
-        """Wake with the weights that it kept; returns "" or the reason why a restart is needed."""
+        """Wake the server, which kept its weights; returns "" or the reason why a restart is needed."""
         self.accelerators_before = accelerators.detect(self.environ)
         try:
             self.client.call("POST", "/wake_up", timeout_s=self.start_timeout_s, cancel=cancel)
@@ -269,7 +269,7 @@ class Server:
     def fall_asleep(
         self, cancel: threading.Event, *, keep_weights: bool = False
     ) -> accelerators.Released | str:
-        """Put the server to sleep to free accelerator memory; returns the problem if that is not sufficient."""
+        """Put the server to sleep to free accelerator memory; returns the evidence, or a text if that fails or frees too little."""
         # Level 2 discards the weights.
         if not keep_weights:
             self.serving = None

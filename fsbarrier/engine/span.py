@@ -1,9 +1,10 @@
 """One engine over several nodes (`engine.nodes`): how its servers find each other, and end together.
 
-The first node of a group is its head, whose server answers requests; the others run vLLM's headless part. Each node's join tells a port and
-a key. The others connect to the head's, say which of its addresses they have reached, and are told where vLLM's processes meet. The
-connections stay: the head says on them what it serves, and each node whose server ends closes its own, upon which the others end theirs.
-vLLM does not do that: its head is healthy, it says, when another part has died, and a headless part outlives its head.
+The first node of a group is its head, whose server answers requests; the others run vLLM's headless part. Each node's join record contains
+a port and a key. The others connect to the head's port and report which of its addresses they reached; the head replies where vLLM's
+processes meet. The connections stay open: the head sends on them what it serves. A node whose server ends closes its connections, and the
+others then end their servers. vLLM does not do that: its head reports itself healthy when another part has died, and a headless part
+outlives its head.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from fsbarrier.processes.supervisor import Child
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.store.foreign_json import NotJson, parse_object
 
-# How quickly a wait notices its end, and a node the end of another's server.
+# How often a wait checks whether it is called off, and a node whether another node's server has ended.
 SLICE_S = 0.1
-# How long a connection may take to say who it is.
+# How long a new connection may take to identify itself.
 HELLO_S = 3.0
 LONGEST_BYTES = 1 << 16
 # A host that has vanished does not close its connections.
@@ -39,7 +40,7 @@ KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_K
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where vLLM's processes of all nodes meet. All have the same `seed`. `place`: this node's among them; `own_address`: its own."""
+    """Where vLLM's processes of all nodes meet. All use the same `seed`. `place`: this node's index; `own_address`: this node's address."""
 
     nodes: int
     place: int
@@ -50,7 +51,7 @@ class Meeting:
 
 
 class Link:
-    """A connection between two nodes, with a JSON object a line."""
+    """A connection between two nodes. Each line is a JSON object."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection, self.ended, self._received = connection, False, b""
@@ -63,7 +64,7 @@ class Link:
             self.connection.sendall(json.dumps(what).encode() + b"\n")
 
     def hear(self, timeout_s: float) -> JsonObject | None:
-        """What the other says next; None: nothing yet, or it has ended."""
+        """Receive the next object; None: nothing has come within `timeout_s`, or the connection has ended."""
         if b"\n" not in self._received and select.select([self.connection], [], [], timeout_s)[0]:
             data = b""
             with contextlib.suppress(OSError):
@@ -85,20 +86,20 @@ class Link:
 
 
 class Door:
-    """Where the other nodes of an engine find this one, if it is their head."""
+    """The head's listener, to which the other nodes of its engine connect."""
 
     def __init__(self, listening: Sequence[socket.socket]) -> None:
         self._listening, self._key = listening, secrets.token_urlsafe(24)
 
     @property
     def offer(self) -> JsonObject:
-        """What this node's join tells the others."""
+        """The port and key that this node's join record gives to the others."""
         return {"port": rendezvous.port_of(self._listening[0]), "key": self._key}
 
     def gather(
         self, span: Span, deadline: float, called_off: Callable[[], bool]
     ) -> tuple[list[Link], Meeting]:
-        """Wait for all the others, and tell them where vLLM's processes meet. Raises ProgramFailed."""
+        """Wait until all other nodes have connected, and tell them where vLLM's processes meet. Raises ProgramFailed."""
         came: dict[int, tuple[Link, list[str]]] = {}
         guests: list[tuple[Link, float]] = []
         for _ in _until(deadline, called_off):
@@ -107,7 +108,7 @@ class Door:
             waiting = [*self._listening, *(link.connection for link, _ in guests)]
             for one in set(select.select(waiting, [], [], SLICE_S)[0]) & {*self._listening}:
                 guests += self._accept(one)
-            # The oldest of too many have to come again.
+            # If too many have not identified themselves, the oldest are closed and must connect again.
             guests, crowded = guests[-MOST_WITHOUT_KEY:], guests[:-MOST_WITHOUT_KEY]
             for link, _ in crowded:
                 link.close()
@@ -117,7 +118,7 @@ class Door:
                     came |= proven
             for link, _ in came.values():
                 link.hear(0)
-            # One that has failed in the meantime comes again.
+            # Forget nodes whose connection has ended in the meantime. They connect again.
             came = {place: known for place, known in came.items() if not known[0].ended}
         for link, _ in guests:
             link.close()
@@ -132,7 +133,7 @@ class Door:
             raise ProgramFailed(
                 f"no address of node {span.nodes[0][0]} is reached by all of its engine: {tried}"
             )
-        # vLLM opens it itself, a moment later.
+        # Only find a free port here. vLLM opens it itself a moment later.
         held = rendezvous.listen((address,))
         port = rendezvous.port_of(held[0])
         for one in held:
@@ -143,8 +144,8 @@ class Door:
         return [link for link, _ in came.values()], meeting
 
     def _accept(self, listening: socket.socket) -> list[tuple[Link, float]]:
-        """A new connection, and until when it may say who it is; none of another user of this machine."""
-        # Whoever connected may have gone, or this process may lack descriptors for now.
+        """A new connection with its deadline to identify itself; [] if it comes from another user of this machine."""
+        # The client may have gone already, or this process may lack descriptors for now.
         with contextlib.suppress(OSError):
             connection = listening.accept()[0]
             if not stranger(connection.getpeername(), connection.getsockname()):
@@ -153,7 +154,7 @@ class Door:
         return []
 
     def _hello(self, link: Link, until: float, span: Span) -> dict[int, tuple[Link, list[str]]] | None:
-        """The place of a node of this engine, and which addresses it has reached; {} for whoever else connected; None: nothing yet."""
+        """The place of a node of this engine, with the addresses it reached; {} if it is no such node; None: nothing has come yet."""
         match link.hear(0):
             case {"key": str(key), "nodes": nodes, "place": int(place), "reached": [*reached]} if (
                 same_key(key, self._key)
@@ -182,14 +183,14 @@ def meet(span: Span, deadline: float, called_off: Callable[[], bool]) -> tuple[L
             own = str(link.connection.getsockname()[0])
             with contextlib.suppress(msgspec.ValidationError):
                 return link, msgspec.convert({**told, "place": span.place, "own_address": own}, Meeting)
-            # Somebody else listens there.
+            # Another program listens there.
             link.close()
             link = None
     raise ProgramFailed(f"{head}, did not answer at {', '.join(span.addresses)} port {span.port}")
 
 
 def _until(deadline: float, called_off: Callable[[], bool]) -> Iterator[None]:
-    """Looks until the deadline. Raises ProgramFailed once the start is called off."""
+    """Yield until the deadline. Raises ProgramFailed once the start is called off."""
     while time.monotonic() < deadline:
         if called_off():
             raise ProgramFailed("the start of an engine over several nodes was called off")
@@ -197,13 +198,13 @@ def _until(deadline: float, called_off: Callable[[], bool]) -> Iterator[None]:
 
 
 class Bond:
-    """Ends a server together with those on the other nodes of its engine."""
+    """Watches the links to the other nodes of an engine, and ends this node's server when another node's has ended."""
 
     def __init__(self, child: Child, links: Sequence[Link]) -> None:
         self._child, self._links = child, links
-        #: the last turn (`Span.turn`) in which the head has said that it serves
+        #: the last turn (`Span.turn`) for which the head reported that it serves
         self.serving: object = None
-        #: whether another node's server has ended first
+        #: whether another node's server ended before this one
         self.broken = False
         threading.Thread(target=self._watch, name="bond", daemon=True).start()
 
@@ -219,6 +220,6 @@ class Bond:
                 self.broken = self.broken or link.ended
         for link in self._links:
             link.close()
-        # What hangs in the kernel is named by the next one who wants to stop it.
+        # If the server hangs in the kernel, the next call that stops it reports that.
         with contextlib.suppress(ProgramFailed):
             self._child.stop(0.0)

@@ -1,7 +1,22 @@
 """Runs a node's work beside its loop: one job at a time, in its own thread, cancellable at any moment.
 
-The loop launches and cancels jobs and reads their reports; a job never changes the node's state. A job calls the row's function once, with
-a WorkingNode; fsbarrier/node.py describes the whole way of a row.
+The daemon's loop calls `launch`, `cancel`, `progress` and `unfit`, and reads `report`. A job never changes the node's state: the loop
+publishes its report as a fact. fsbarrier/node.py describes the whole way of a row.
+
+A job runs like this, in its thread:
+1. It reads what the row needs from the shared directory (`_begin`), and retries while the directory fails.
+2. Once in each era, it checks whether the nodes fit together and suffice for the run (`_admit`).
+3. It calls the row's function, `each` or `leader` of the phase, exactly once, with a WorkingNode. Everything that the function does (run a
+   program, start engines, publish) goes through that object, which checks for cancellation at each step.
+4. It sets `report` and wakes the loop. The report is a result, or a failure with the end of a log.
+
+A job ends in one of four ways:
+- The function returns: `report.ok` is true, and its value is what the function returned, plus the times measured.
+- The function fails, because of a program, a setting, or a bug: `report.ok` is false. The other nodes read this and may retry.
+- This node cannot do any work, for example because the shared directory keeps failing (NodeUnfit): there is no report, since it would blame
+  the program. `unfit` gives the reason, and the loop ends the node. It also does so if the thread hangs in the directory, where nothing
+  can end it.
+- The loop cancels it (Cancelled): there is no report. `cancel` sets the flag and waits for the thread, which ends its program first.
 """
 
 from __future__ import annotations
@@ -58,23 +73,24 @@ class JobRunner:
         self._thread = host.call_in_background(partial(self._run, node, part, self._job))
 
     def cancel(self) -> None:
-        """End the running job; returns when nothing of it is left. Raises StoreError if it cannot be ended."""
+        """End the running job; returns when its thread has ended. Raises StoreError if it cannot be ended."""
         job, thread = self._job, self._thread
         if job is None or thread is None:
             return
         job.cancel.set()
         self._thread = None
         thread.join(CANCEL_S)
-        # After the join, since the thread may have been about to report.
+        # Clear it after the join, because the thread may report until then.
         self.report = None
         if thread.is_alive():
             where = self.workplace.log_path
             raise StoreError(f"the work of this node does not end within {CANCEL_S:g} s; does {where} hang?")
 
     def unfit(self) -> StoreError | None:
-        """Why no job can run on this node, whatever its program. The node then ends, since a "failed" fact would blame the program.
+        """Why no job can run on this node, whatever its program; None if jobs can run. The node ends then, since a "failed" fact would
+        blame the program.
 
-        Also if the job's thread hangs in the shared directory: nothing can end a call that hangs in the kernel.
+        A thread that hangs in the shared directory is such a reason, because nothing can end a call that hangs in the kernel.
         """
         job, stall_s = self._job, self.workplace.stall_timeout_s
         if job is not None and job.doing and job.clock() - job.alive_at > stall_s:
@@ -115,7 +131,7 @@ class JobRunner:
         except (FsbarrierError, OSError) as error:
             value = failure(str(error), code=_code_of(error))
         except (Exception, SystemExit) as error:
-            # A bug in a user's program file, or in ours, is a failure like any other: the others learn of it and may retry.
+            # A bug in a user's program file, or in our code, is reported like any other failure, so that the other nodes can retry.
             value = failure(f"{type(error).__name__}: {error}")
         if not job.cancel.is_set():
             frozen = self.workplace.frozen.values()
@@ -124,7 +140,10 @@ class JobRunner:
             self.wake()
 
     def _begin(self, node: Node, job: RowJob) -> Context:
-        """The facts for the row. What reads the shared directory later is patient by itself: the row's function runs only once."""
+        """Read the facts for the row. The context's later reads are retried too, since the row's function is called only once.
+
+        Raises NodeUnfit, NodesRefused.
+        """
         place = self.workplace
         make = partial(self.make_context, node)
         context = self._read(node, job, lambda: place.patiently(job, make))
@@ -142,7 +161,7 @@ class JobRunner:
         )
 
     def _read(self, node: Node, job: RowJob, ask: Callable[[], T]) -> T:
-        """Raises NodeUnfit if the directory goes on failing: no program has failed, and another host may be able to read it."""
+        """Raises NodeUnfit if the directory keeps failing. No program has failed then, and another host may be able to read it."""
         try:
             with job.using_directory("reading what the phase needs"):
                 return ask()
@@ -162,10 +181,10 @@ class JobRunner:
         refused = [problem for problem in noticed if problem.refused]
         if refused and generation.reason in STARTS:
             what = "; ".join(f"{problem.what}: {problem.found}" for problem in refused)
-            # The table says more only where there is more than the one refusal.
+            # With a single problem, the table would only repeat the first line.
             table = map(str, noticed) if len(noticed) > 1 else ()
             raise NodesRefused("\n".join([f"the nodes cannot carry this run: {what}", *table]))
-        # All nodes know the same, so that one says it.
+        # Every node sees the same differences; only the leader logs them.
         if context.node_rank != context.leader:
             return []
         return [
@@ -174,7 +193,7 @@ class JobRunner:
 
 
 def _checked(value: Payload) -> JsonObject:
-    """A result as the others read it: a tuple is a list there. Raises TypeError for what no fact can hold."""
+    """Return a result as the other nodes will read it: tuples become lists. Raises TypeError if it does not fit into a fact."""
     written = json.dumps(value)
     if len(written) > MAX_RESULT_BYTES:
         raise TypeError(f"a result of {len(written)} bytes; write it to a file, and return the file's path")
