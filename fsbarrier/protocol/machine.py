@@ -349,7 +349,7 @@ def _end_with_nothing_to_do(situation: Situation, until: int | None) -> Step:
 
 
 def leave_when_dismissed(situation: Situation) -> Step | None:
-    """The others go on without this node, because its program failed in each attempt and theirs did not. It ends and says why."""
+    """The others go on without this node, because its program failed in each attempt and theirs did not: it ends and says why."""
     newest, node = situation.newer_generation, situation.node
     if newest is None or Member(node.rank, node.incarnation, node.host) not in newest.dismissed:
         return None
@@ -404,7 +404,7 @@ def stop_when_asked(situation: Situation) -> Step | None:
 
 
 def go_on_behind_a_seal(situation: Situation) -> Step | None:
-    """A starting node believed all members dead and sealed this generation. If it forms no new one, the living members do.
+    """A starting node believed all members dead and sealed this generation: if it forms no new one, the living members do.
 
     The seal has the name of the leader's fact about this row, so nobody can pass the row any more (coordination/resume.py).
     """
@@ -509,8 +509,8 @@ def abort_after_a_loss(situation: Situation) -> Step | None:
 
 
 def wait_for_the_lost(situation: Situation) -> Step | None:
-    """A member is lost. With `--on-node-failure wait` the others wait until it is back. If too few nodes hold a role, they wait until
-    joining nodes hold it."""
+    """A member is lost: with `--on-node-failure wait` the others wait until it is back, and if too few nodes hold a role, until joining
+    nodes hold it."""
     if not situation.gone or not situation.halted:
         return None
     if situation.comeback:

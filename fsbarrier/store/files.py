@@ -1,7 +1,7 @@
 """Crash-safe atomic writes on a shared filesystem. All other modules write files through this one.
 
-A reader sees either no file, the old file or the complete new one: data is written to a temporary file in the same directory, fsynced if it
-must survive a power loss, and then renamed or linked to its final name. The file is longer than others, so that all these steps and their
+A reader sees no file, the old file or the complete new one. Data is written to a temporary file in the same directory, fsynced if it must
+survive a power loss, and then renamed or linked to its final name. The file is longer than others, so that all these steps and their
 ambiguous errors are in one place.
 """
 
@@ -32,7 +32,7 @@ def set_shared_group(on: bool) -> None:
 def make_dirs_only_beside(record: Path) -> None:
     """From now on this process makes folders in the directory of a run only while the run's `record` is there.
 
-    Example: the run directory was renamed, or its disk unmounted. Without this, nodes would make it again at its old place and work there.
+    Example: the run directory was renamed, or its disk unmounted. Without this, nodes would make it again at its old path and work there.
     """
     _run_records.add(record)
 
@@ -85,7 +85,7 @@ def try_to_make_dirs(path: Path) -> None:
 
 
 def _check_is_there(record: Path) -> None:
-    """Raises OSError, and not FileNotFoundError: callers wait for directories that are only late."""
+    """Check that the run's record exists. Raises OSError but never FileNotFoundError, since callers take that for a late directory."""
     try:
         names = os.listdir(record.parent)
     except FileNotFoundError:
@@ -304,14 +304,14 @@ def sha256_open(fd: int, between_reads: Callable[[], None] = lambda: None) -> st
 def link(source: Path, target: Path, last_look: Callable[[], None] = lambda: None) -> None:
     """Hard-link `source` to a second name, atomically replacing an existing file.
 
-    `last_look` is called directly before the final step, and may raise to abort. Raises OSError, and its exceptions.
+    `last_look` is called directly before the final step and may raise to abort. Raises OSError and the exceptions of `last_look`.
     """
     temporary = temporary_beside(target)
     try:
         try:
             os.link(source, temporary)
         except OSError:
-            # A lost reply, since nobody else makes such a name.
+            # If the name exists, only the reply was lost, since nobody else makes such a name.
             if temporary.name not in os.listdir(temporary.parent):
                 raise
         last_look()

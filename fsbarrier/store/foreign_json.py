@@ -1,8 +1,8 @@
 """Parses JSON that somebody else has written: a judge, an agent, a peer on the network, the policy.
 
-Python's own parser raises other errors than its documentation names: RecursionError for brackets that are nested deeply, and later
-UnicodeEncodeError or OverflowError where a half of a surrogate pair or a number of thousands of digits is used. Here all of that is one
-error, raised before anything is used.
+Python's own parser raises more errors than its documentation names. It raises RecursionError for deeply nested brackets. Half of a
+surrogate pair or a number of thousands of digits causes a UnicodeEncodeError or OverflowError later, where the value is used. Here all
+of these are one error, raised before anything is used.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
 
 
 class NotJson(ValueError):
-    """The message says why."""
+    """A text is not acceptable JSON. The message says why."""
 
 
 def parse(data: bytes | bytearray | str, most: int | None = None) -> Any:
-    """The value of a JSON text in UTF-8, of at most `most` bytes. Raises NotJson, and nothing else."""
+    """Parse a JSON text in UTF-8 of at most `most` bytes. Raises NotJson and nothing else."""
     if most is not None and len(data) > most:
         raise NotJson(f"has {len(data)} bytes, and {most} are allowed")
     try:
         value = msgspec.json.decode(data)
     except RecursionError:
         raise NotJson(f"is nested more than {MAX_DEPTH} deep") from None
-    # This includes what is no UTF-8.
+    # ValueError includes the errors of invalid UTF-8.
     except ValueError as error:
         raise NotJson(f"is not JSON: {_HALF if _has_half(data) else error}") from None
     _check(value)
@@ -41,7 +41,7 @@ def parse(data: bytes | bytearray | str, most: int | None = None) -> Any:
 
 
 def parse_object(data: bytes | bytearray | str, most: int | None = None) -> dict[str, Any]:
-    """The same for a JSON object. Raises NotJson."""
+    """Like `parse`, but the value must be a JSON object. Raises NotJson."""
     value = parse(data, most)
     if not isinstance(value, dict):
         raise NotJson("is not a JSON object")
@@ -49,7 +49,7 @@ def parse_object(data: bytes | bytearray | str, most: int | None = None) -> dict
 
 
 def _has_half(data: bytes | bytearray | str) -> bool:
-    """Whether a text that cannot be parsed names a surrogate, of which the parser says only that something is missing."""
+    """Whether a text that cannot be parsed contains a surrogate, since the parser's own message does not say so."""
     text = data if isinstance(data, str) else data.decode("utf-8", "replace")
     return _SURROGATE.search(text) is not None
 
@@ -59,12 +59,12 @@ def _check(value: object) -> None:
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         following: list[object] = []
-        for one in level:
-            if isinstance(one, dict):
-                following += one.values()
-            elif isinstance(one, list):
-                following += one
-            elif isinstance(one, int) and one.bit_length() > MAX_INTEGER_BITS:
+        for item in level:
+            if isinstance(item, dict):
+                following += item.values()
+            elif isinstance(item, list):
+                following += item
+            elif isinstance(item, int) and item.bit_length() > MAX_INTEGER_BITS:
                 raise NotJson(f"has a whole number of more than {MAX_INTEGER_BITS} bits")
         if not following:
             return

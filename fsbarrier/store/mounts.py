@@ -7,7 +7,7 @@ from pathlib import Path
 
 MOUNTINFO = Path("/proc/self/mountinfo")
 
-#: visibility of other nodes' writes: "coherent": immediately; "close-to-open": at the next lookup
+#: Another node's writes become visible immediately ("coherent") or at the next lookup ("close-to-open").
 COHERENT = "coherent"
 CLOSE_TO_OPEN = "close-to-open"
 #: no exclusive create: two nodes can both succeed
@@ -110,5 +110,5 @@ def mount_of(path: Path) -> Mount:
 
 def claims_unsafe(path: Path) -> str:
     """Why exclusive create is unsafe under `path` according to its filesystem type; "" if it is safe. Raises OSError."""
-    found = mount_of(path)
-    return f"{found}: {INSTEAD}" if found.family.category == OBJECT_STORE else ""
+    mount = mount_of(path)
+    return f"{mount}: {INSTEAD}" if mount.family.category == OBJECT_STORE else ""

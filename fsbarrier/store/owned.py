@@ -1,7 +1,7 @@
-"""The one way to remove files and folders.
+"""Removes files and folders. All other modules remove them through this one.
 
-Somebody may have put a link in the place of a folder. So nothing is removed by its path alone: the folder above it is opened without
-following links.
+Somebody may have replaced a folder by a link. So nothing is removed by its path alone: the folder above it is opened without following
+links.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def remove(path: Path, root: Path | None = None) -> None:
 
 
 def discard(path: Path, root: Path | None = None) -> None:
-    """`remove`, as far as it can be removed. Never raises OSError."""
+    """Remove as much as possible, like `remove`. Never raises OSError."""
     with suppress(OSError):
         _remove(path, root or path.parent, ignore_errors=True)
 

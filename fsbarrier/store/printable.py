@@ -11,7 +11,7 @@ _ORDERS = re.compile(
 _BREAKS = "\t\n\v\f\r\x1c\x1d\x1e\x1f\x85\u2028\u2029"
 
 
-#: In a URL, between `//` and `@`. The length is limited so that a hostile text cannot make the search slow.
+#: A user's name and password stand in a URL between `//` and `@`. Their length is limited so that a hostile text cannot slow the search.
 _PASSWORD = re.compile(r"(?<=://)([^\s/:@\"']{0,200}):[^\s/@\"']{1,500}@")
 
 

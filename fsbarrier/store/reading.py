@@ -21,7 +21,7 @@ MIB, GIB = 1 << 20, 1 << 30
 RECORD_BYTES, RUN_RECORD_BYTES = 64 * MIB, 16 * MIB
 #: small JSON files: manifests, layouts, configurations
 JSON_BYTES = 256 * MIB
-#: a line of a journal; longer lines are skipped. Fsbarrier's own have a few hundred bytes, some with the end of a log a few thousand
+#: a line of a journal; longer lines are skipped. Fsbarrier writes a few hundred bytes a line, or a few thousand with the end of a log.
 LINE_BYTES = MIB // 4
 #: a task: a line of a task file, with the images that are in it
 TASK_BYTES = 64 * MIB
@@ -110,7 +110,7 @@ def read_all(stream: BinaryIO, most: int, path: Path | str) -> bytes:
     size = os.fstat(stream.fileno()).st_size
     # The file may grow while it is being read.
     data = stream.read(most + 1) if size <= most else b""
-    # What would have to be waited for, as in /proc/kmsg.
+    # None means that a read would block, as of /proc/kmsg.
     if data is None:
         raise NotPlain(errno.EINVAL, "it is no plain file", str(path))
     if size > most or len(data) > most:

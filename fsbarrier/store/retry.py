@@ -1,4 +1,4 @@
-"""How everything but the nodes' loop waits for a mount that fails for a moment, or shows new files late."""
+"""Retries operations on a mount that fails for a moment or shows new files late. The nodes' loop has its own retries (life.py)."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ class Backoff:
 
 #: errors of a mount that may be transient
 FAILING = frozenset({errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EREMOTEIO, errno.ETIMEDOUT, errno.ENXIO})
-#: how long a failing mount is waited for where a person or a program can repeat the whole
+#: how long to retry on a failing mount if a person or a program can repeat the whole operation
 PASSING_S = 1.5
 #: How long a mount may hide a file made by another node: twice the default negative cache lifetime of an NFS client.
 HIDDEN_S = 60.0
 PAUSES = Backoff(0.02, 0.5, factor=2.0)
-#: Of the time between two failures at most so much counts as time in which the mount failed.
+#: the part of the time between two failures that counts at most as time in which the mount failed
 COUNTED_S = 10.0
 
 
 def fails(error: Exception) -> bool:
-    """Whether the mount fails, perhaps for a moment."""
+    """Whether an error shows that the mount fails, perhaps only for a moment."""
     return isinstance(error, OSError) and error.errno in FAILING
 
 
 def fails_or_hides(error: Exception) -> bool:
-    """For directories that exist, although this mount may not show them yet.
+    """Whether the mount fails, or does not show a file yet. Only for directories that are known to exist.
 
     Example: node 1 created coordination/ a second ago. Until this mount refreshes its cache, the directory can neither be created (EEXIST)
     nor entered (ENOENT).
@@ -79,10 +79,10 @@ def patiently(
     cancel: threading.Event | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> T:
-    """The result of `operation`, repeated while it raises an error that `passes`, for `within_s` after the first one.
+    """Repeat `operation` while it raises an error for which `passes` is true, for `within_s` after the first one. Returns its result.
 
-    Of the time from one failure to the next at most `COUNTED_S` counts, since this process may have been stopped, or the operation may
-    have gone well for an hour. Raises the last failure, also when `cancel` is set meanwhile.
+    At most `COUNTED_S` of the time between two failures counts, since this process may have been stopped, or the operation may have run
+    well for an hour before it failed. Raises the last failure, also when `cancel` is set meanwhile.
     """
     idle = cancel if cancel is not None else threading.Event()
     pauses, until, failed_at = iter(PAUSES), 0.0, None

@@ -18,7 +18,7 @@ from fsbarrier.store import owned
 from fsbarrier.store.mounts import LOCAL, mount_of
 
 PREFIX = "fsbarrier-own-"
-#: for sockets, whose paths have a length limit
+#: a base for sockets, whose paths have a length limit
 SHORT_PLACE = Path("/tmp")
 
 
@@ -26,7 +26,7 @@ SHORT_PLACE = Path("/tmp")
 def scratch_dir(base: Path, name: str) -> Iterator[Path]:
     """A new folder in `base` for this process, private to its user, with `name` in its name. Raises OSError."""
     remove_abandoned(base)
-    # Until it is locked, another process may remove it as abandoned.
+    # Until the folder is locked, another process may remove it as abandoned; then make another one.
     while (made := _make_and_lock(base, name)) is None:
         pass
     folder, lock = made

@@ -1,7 +1,7 @@
-"""Whether a run directory or a pool may be trusted: whoever can write to it decides which code its nodes run.
+"""Checks whether a run directory or a pool may be trusted, since anybody who can write to it decides which code its nodes run.
 
-As sshd's StrictModes does for ~/.ssh: the folder and everything on the way to it belong to this user or to root, and nobody else may write
-there. A sticky folder such as /tmp may be on the way, because only its owner can rename what others made in it.
+The rule is that of sshd's StrictModes for ~/.ssh: the folder and all folders above it must belong to this user or to root, and nobody else
+may write there. A sticky folder such as /tmp may be above it, because users cannot rename each other's files in it.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from fsbarrier.errors import UsageError
 from fsbarrier.store.mounts import LOCAL, mount_of
 
 _UID_MAP, _OVERFLOW = Path("/proc/self/uid_map"), Path("/proc/sys/fs/overflowuid")
-#: how many user ids a machine has whose users are not mapped
+#: the number of user ids in the uid_map of a machine that maps no users
 _ALL = "4294967295"
-#: as many as the kernel follows
+#: the most links that the kernel follows in a path
 MAX_LINKS = 40
 
 
 def check(
     folder: Path, *, shared_group: bool, trust_mount: bool = False, named: str, inside: Iterable[str] = ()
 ) -> None:
-    """Raises UsageError if somebody else could decide what is in `folder`, which need not exist yet.
+    """Raises UsageError if another user could change what is in `folder`, which need not exist yet.
 
-    `shared_group`: this command line lets the folder's group write, if this user is in it; whose the folder is counts all the same, because
-    a stranger can make a folder of a stranger's group. `trust_mount`: this command line says that nobody else reaches a mount whose modes
-    say nothing, because the mount itself sets them. `named`: the flag or command to show.
-    `inside`: what must be trusted too, if it is there.
+    `shared_group`: the command line lets the folder's group write, if this user is in the group. The folder's owner is checked all the
+    same, because a stranger can make a folder that belongs to any group of theirs. `trust_mount`: the command line says that nobody else
+    can reach a mount that sets all modes itself, so that modes say nothing. `named`: the flag or command to show in messages. `inside`: the
+    names in the folder that must be trusted too, if they exist.
     """
     real = Path(os.path.realpath(folder))
     there = next(path for path in (real, *real.parents) if path.exists())
     trusted = {os.geteuid(), 0}
     if mount_of(there).family.category != LOCAL and os.stat(there).st_uid not in trusted:
-        # A file server may map users: then whoever owns what we make there is us.
+        # A file server may map users. Then the owner of a file that we make there is this user.
         trusted.add(owner_at(there))
     way = [path for path in (real, *(real / name for name in inside)) if os.path.lexists(path)]
     for path in way:
@@ -51,7 +51,7 @@ def check(
 
 
 def _on_the_way(path: Path) -> Iterator[Path]:
-    """The folders through which the kernel comes to `path`, and the links: whoever made one can let it lead elsewhere later."""
+    """Yield the folders and links that the kernel passes on the way to `path`. A link counts because its owner can redirect it later."""
     current, names, links = Path("/"), [*reversed(Path(os.path.abspath(path)).parts[1:])], 0
     while names and os.path.lexists(current):
         yield current
@@ -65,7 +65,7 @@ def _on_the_way(path: Path) -> Iterator[Path]:
 
 def _check(path: Path, trusted: set[int], shared_group: bool, named: str, *, sticky: bool = False) -> None:
     status = os.lstat(path)
-    # What a link's mode says means nothing.
+    # A link's own mode means nothing.
     mode = 0 if stat.S_ISLNK(status.st_mode) or (sticky and status.st_mode & stat.S_ISVTX) else status.st_mode
     if mode & (stat.S_IWOTH | stat.S_IWGRP) and modes_are_forced(path):
         raise UsageError(
@@ -91,13 +91,13 @@ def _check(path: Path, trusted: set[int], shared_group: bool, named: str, *, sti
 
 
 def modes_are_forced(path: Path) -> bool:
-    """Whether the mount of `path` shows modes of its own for everything: a folder that is made for its owner alone comes out otherwise."""
+    """Whether the mount of `path` sets all modes itself, so that a folder made for its owner alone gets a different mode."""
     folder = path if path.is_dir() else path.parent
     if not stat.S_IMODE(os.stat(folder).st_mode) & (stat.S_IWGRP | stat.S_IWOTH):
         return False
     try:
         with tempfile.TemporaryDirectory(dir=folder) as made:
-            # Without an error either: some clients ignore a change of the mode, others refuse it.
+            # An error is ignored: some clients ignore a change of the mode, others refuse it.
             with contextlib.suppress(OSError):
                 os.chmod(made, stat.S_IRWXU)
             return bool(os.stat(made).st_mode & (stat.S_IWGRP | stat.S_IWOTH))
@@ -106,7 +106,7 @@ def modes_are_forced(path: Path) -> bool:
 
 
 def _options_for(path: Path) -> str:
-    """The mount options with which only this user can write."""
+    """Advice: the mount options with which only this user can write."""
     owner = f"uid={os.geteuid()},gid={os.getegid()}"
     if mount_of(path).kind.lower().startswith(("cifs", "smb")):
         return f"mount it with {owner},dir_mode=0700,file_mode=0600 (Kubernetes: mountOptions of the volume)"
@@ -114,7 +114,7 @@ def _options_for(path: Path) -> str:
 
 
 def _is_only_ours(group: int) -> bool:
-    """Whether it is the user's own group without other members, which many systems make for each user."""
+    """Whether a group is this user's own and has no other members. Many systems make such a group for each user."""
     try:
         user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
     except KeyError:
@@ -123,7 +123,7 @@ def _is_only_ours(group: int) -> bool:
 
 
 def owner_at(folder: Path) -> int:
-    """Whom a new file in this folder belongs to: on a server that maps users, that is who we are there. -1: none can be made."""
+    """The user id that owns a new file in this folder, which shows how a server maps this user. -1: no file can be made."""
     try:
         with tempfile.TemporaryFile(dir=folder) as made:
             return os.fstat(made.fileno()).st_uid
@@ -132,7 +132,7 @@ def owner_at(folder: Path) -> int:
 
 
 def user_name(uid: int) -> str:
-    """For messages."""
+    """A user's name and id, for messages."""
     try:
         return f"{pwd.getpwuid(uid).pw_name} (user id {uid})"
     except KeyError:
@@ -140,7 +140,7 @@ def user_name(uid: int) -> str:
 
 
 def _not_mapped() -> set[int]:
-    """Who the host's root looks like in a container that maps only its own user (as Apptainer's)."""
+    """The user id that the host's root has in a container that maps only its own user, such as Apptainer's; empty elsewhere."""
     try:
         return set() if _ALL in _UID_MAP.read_text().split() else {int(_OVERFLOW.read_text())}
     except (OSError, ValueError):

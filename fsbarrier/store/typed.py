@@ -12,8 +12,8 @@ T = TypeVar("T")
 def ready(kind: type[T]) -> type[T]:
     """A decorator for dataclasses that several threads convert.
 
-    msgspec examines a type when it first meets it. If two threads do so at once, one sees half of what is found, and the process dies of
-    SIGSEGV. So it is examined here, while the module is imported.
+    msgspec examines a type at its first use. If two threads do that at once, one of them sees a half-built result, and the process dies of
+    SIGSEGV. So the type is examined here, while its module is imported.
     """
     msgspec.json.Decoder(kind)
     return kind

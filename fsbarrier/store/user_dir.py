@@ -1,6 +1,6 @@
 """A local folder that only this user can enter, for locks, sockets and files exchanged between programs.
 
-Names in a temporary directory are predictable, so another user could create them first. Our files are therefore only placed in a
+Names in a temporary directory are predictable, so another user could create them first. Fsbarrier's files are therefore placed only in a
 subfolder that is verified to belong to this user.
 """
 
