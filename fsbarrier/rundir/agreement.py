@@ -1,4 +1,4 @@
-"""Whether what a start asks for agrees with the run's record: which settings it may change, and which it contradicts."""
+"""Compares the settings that a start asks for with the run's record: finds those that it may change, and refuses contradictions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def stated_changes(
                 f"drop it or begin another run from this one's policy (init_from={shown_path(record.log_path)})"
             )
         if sets is not None and key == f"{table}.{own_set}":
-            # A table without any value says that there is this set, and no more.
+            # A table without values only names an existing set, so it changes nothing.
             continue
         if kind is EACH_SESSION:
             changes[key] = value

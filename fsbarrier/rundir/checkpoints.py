@@ -40,9 +40,9 @@ class PolicyUnreadable(ProgramFailed):
 class Manifest:
     """The files of a policy version's folder, by their relative names.
 
-    `state_in`: the folder with the trainer state from which the run resumes if the processes that trained this version are gone; "": this
-    one; None: there is none yet, and the run would begin again with its first model. `trained_since`: the batches in checkpoints/batches/
-    that were trained from that state on up to this version, in order.
+    `state_in`: the folder with the trainer state from which the run resumes if the processes that trained this version are gone. "": this
+    folder; None: no state was saved yet, so the run would begin again with its first model. `trained_since`: the batches in
+    checkpoints/batches/ that were trained after that state, up to this version, in order.
     """
 
     policy_version: int
@@ -72,8 +72,8 @@ def identity(folder: str, digest: str) -> str:
 def check_identity(folder: Path, policy: str) -> None:
     """Check that a folder holds the published policy (`identity`). Raises ProgramFailed.
 
-    Comparing the files with the manifest is not enough, since a folder that was replaced as a whole is consistent. The run's first model
-    has no digest, and neither has the decision of a program that publishes in its own way; then there is nothing to compare.
+    Comparing the files with the manifest is not enough, since a folder that was replaced as a whole is consistent. If `policy` has no
+    digest, nothing is compared: the run's first model has none, and a program that publishes in its own way decides without one.
     """
     if not policy.partition(":")[2]:
         return
@@ -86,8 +86,8 @@ def check_identity(folder: Path, policy: str) -> None:
 
 def write_manifest(folder: Path, policy_version: int) -> Manifest:
     """Complete a `folder` whose files were not hashed: flush, read and list every file in it. Raises OSError."""
-    found = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
-    digests = {path.relative_to(folder).as_posix(): digest_of(path) for path in found}
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+    digests = {path.relative_to(folder).as_posix(): digest_of(path) for path in paths}
     return commit(folder, Manifest(policy_version, digests))
 
 
@@ -100,7 +100,10 @@ def commit(folder: Path, manifest: Manifest) -> Manifest:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a policy version that is being made is complete. Lists, since a client may cache that a name is absent. Raises OSError."""
+    """Whether a policy version that is being made is complete. It lists folders, since a client may cache that a name is absent.
+
+    Raises OSError.
+    """
     wanted = folder.parent, folder, folder / MANIFEST
     return all(path.name in os.listdir(path.parent) for path in wanted)
 
@@ -138,7 +141,7 @@ def _unreadable(error: Exception, said: str) -> ProgramFailed:
 
 
 def newest_state(folder: Path) -> tuple[str | None, tuple[str, ...]]:
-    """The newest version up to this one that has its trainer state (None: there is none), and the batches that were trained since.
+    """The newest version up to this one that has a trainer state (None: no version has), and the batches that were trained since.
 
     Raises ProgramFailed.
     """
@@ -153,7 +156,7 @@ def _read_below(folder: Path, name: str) -> bytes:
 
 
 def _inner_name(name: str) -> str:
-    """A name in a manifest, which must lead to a file in that folder. Raises ValueError."""
+    """Check that a name in a manifest leads to a file in that folder, and return it. Raises ValueError."""
     if os.path.isabs(name) or os.path.normpath(name) != name or name.split("/")[0] in (".", ".."):
         raise ValueError(f"{name!r} is no name inside the folder")
     return name
@@ -212,7 +215,7 @@ def differs(path: Path) -> ProgramFailed:
 
 
 def copy_listed(source: Path, target: Path, digest: FileDigest | None, root: Path | None) -> FileDigest:
-    """Copy a file and compare it with the `digest` in its manifest; None: it is in no manifest.
+    """Copy a file and compare it with the `digest` in its manifest. If `digest` is None, no manifest lists it and nothing is compared.
 
     `root`: no link is followed below it. Raises OSError, ProgramFailed.
     """
@@ -264,7 +267,7 @@ def publish_link(log_path: Path, folder: Path, last_look: Callable[[], None] = l
         _refuse_to_go_back(log_path, folder)
         files.rename(temporary, served)
     except BaseException:
-        # If that fails it stays; its name begins with a dot, so readers skip it.
+        # If the removal fails, the temporary link stays. Its name begins with a dot, so readers skip it.
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
@@ -276,7 +279,7 @@ def _link_to_model(folder: Path, name: Path) -> None:
     try:
         patiently(lambda: os.symlink(os.path.relpath(folder / "model", name.parent), name))
     except OSError:
-        # It may be there after a lost reply, since nobody else makes such a name.
+        # If the link exists, only the reply was lost, since nobody else makes such a name.
         if not name.is_symlink():
             raise
 
@@ -291,7 +294,7 @@ def _refuse_to_go_back(log_path: Path, folder: Path) -> None:
 
 
 def served_policy(log_path: Path) -> MadeBy | None:
-    """The policy version at model.pt; None if there is none, or if no run made it. Raises OSError."""
+    """The policy version that model.pt names; None if it is missing or names no run's policy version. Raises OSError."""
     served = RunPaths(log_path).served_model
     # A fresh listing makes an NFS client revalidate the name.
     if served.name not in os.listdir(log_path):
@@ -299,7 +302,7 @@ def served_policy(log_path: Path) -> MadeBy | None:
     try:
         return POLICY_FOLDER.parse(Path(os.readlink(served)).parent.name)
     except OSError as error:
-        # EINVAL: a person has put something else in its place.
+        # EINVAL: model.pt is no link, so a person has replaced it.
         if error.errno not in (errno.ENOENT, errno.EINVAL):
             raise
         return None

@@ -1,8 +1,8 @@
-"""Reads what nodes say about themselves beside their heartbeats, for views, and for commands that need to know whether a node is alive.
+"""Reads the status files beside the heartbeats, for views, and for commands that need to know whether a node is alive.
 
-The heartbeats themselves are names (`names.PULSE`), which a node that beats finds in one listing. Whoever only looks, and writes nothing
-in that folder, may be shown an old listing for half a minute by some mounts, but opens fresh contents. Neither has a time, since the
-clocks of two hosts may differ: a node is alive as long as others see its counter move.
+The heartbeats themselves are file names (`names.PULSE`), which a node reads in one listing. A process that writes nothing in that folder
+may see an old listing for half a minute on some mounts, but it opens fresh contents. So this module reads the status files. Neither file
+has a time, since the clocks of two hosts may differ. A node is alive as long as others see its counter move.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOOK_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatReader:
-    """Reads the status of nodes in `folder`."""
+    """Reads the status files of nodes in `folder`."""
 
     store: Store
     folder: Path
@@ -33,14 +33,14 @@ class HeartbeatReader:
     def read(
         self, wanted: Callable[[StartName], bool] = lambda newest: True
     ) -> Iterator[tuple[StartName, Beat | None]]:
-        """Each rank's newest start, and the newest readable status of its starts (None: none is readable).
+        """Yield each rank's newest start, and the newest readable status of the rank's starts (None: no status is readable).
 
         `wanted` decides by a rank's newest start whether to read that rank. Raises OSError.
         """
-        found: dict[int, list[StartName]] = {}
+        by_rank: dict[int, list[StartName]] = {}
         for start in sorted(START.parse_all(self.store.names(self.folder)), reverse=True):
-            found.setdefault(start.rank, []).append(start)
-        for starts in found.values():
+            by_rank.setdefault(start.rank, []).append(start)
+        for starts in by_rank.values():
             if wanted(starts[0]):
                 yield starts[0], self._newest_of(starts)
 
@@ -61,8 +61,8 @@ def read_beats(log_path: Path, rank: int | None = None) -> dict[int, Beat]:
 def read_newest_starts(log_path: Path, rank: int | None = None) -> list[tuple[StartName, Beat | None]]:
     """The newest start of each rank (or only of `rank`) with a heartbeat, and the newest readable heartbeat, maybe of an older start.
 
-    Of a killed daemon only the heartbeat's name says so (processes/epitaph.py), and on a full disk only the name is new: a listing may be
-    old, but what it shows that is newer than the status was so. Raises OSError.
+    If a daemon was killed, only the heartbeat's name says so (processes/epitaph.py), and on a full disk only the name is updated. So a name
+    that is newer than the status replaces its counter and state. A listing may be old, but names in it did exist. Raises OSError.
     """
     store, paths = PosixStore(), RunPaths(log_path)
     reader = HeartbeatReader(store, paths.status)
@@ -72,13 +72,13 @@ def read_newest_starts(log_path: Path, rank: int | None = None) -> list[tuple[St
 
 
 def names_of_beats(store: Store, paths: RunPaths) -> dict[StartName, Pulse]:
-    """The newest heartbeat's name of each start. Raises OSError."""
-    found = sorted(PULSE.parse_all(store.names(paths.beats)))
-    return {StartName(pulse.rank, pulse.incarnation): pulse for pulse in found}
+    """The newest heartbeat of each start, from the file names. Raises OSError."""
+    pulses = sorted(PULSE.parse_all(store.names(paths.beats)))
+    return {StartName(pulse.rank, pulse.incarnation): pulse for pulse in pulses}
 
 
 def with_name(beat: Beat, names: Mapping[StartName, Pulse]) -> Beat:
-    """A node's heartbeat, with what its name says if that is newer than what the node says beside it."""
+    """A node's status, with the counter and state of its heartbeat's name if that is newer."""
     pulse = names.get(StartName(beat.rank, beat.incarnation))
     newer = pulse is not None and pulse.counter > beat.counter
     return replace(beat, counter=pulse.counter, state=pulse.state) if pulse is not None and newer else beat
@@ -93,8 +93,8 @@ def iteration_of_others(log_path: Path, rank: int) -> int:
 def live_nodes(log_path: Path, watch_s: float, rank: int | None = None) -> list[Beat]:
     """The nodes (or only `rank`) whose counter moves within `watch_s` seconds; for commands that are not nodes themselves.
 
-    Returns as soon as every node is known to be alive or gone. An unreadable heartbeat may belong to a live node, which is just replacing
-    it. Raises OSError.
+    Returns as soon as every node is known to be alive or gone. An unreadable status counts as unknown, since a live node may just be
+    replacing it. Raises OSError.
     """
     before, alive = beats_of_newest_starts(log_path, rank), dict[int, Beat]()
     unknown = not_gone(before)
@@ -107,14 +107,14 @@ def live_nodes(log_path: Path, watch_s: float, rank: int | None = None) -> list[
 
 
 def not_gone(beats: Mapping[int, Beat | None]) -> set[int]:
-    """The nodes that may be alive."""
+    """The nodes that may be alive, because their last status is unreadable or does not say that they ended."""
     return {node for node, beat in beats.items() if beat is None or beat.state not in GONE}
 
 
 def newer_beats(
     log_path: Path, before: dict[int, Beat | None], watch_s: float, rank: int | None = None
 ) -> Iterator[list[Beat]]:
-    """Looks for `watch_s`; yields at each look the heartbeats that are newer than those in `before`. Raises OSError."""
+    """Look for `watch_s`, and yield at each look the heartbeats that are newer than those in `before`. Raises OSError."""
     pause, deadline = threading.Event(), time.monotonic() + watch_s
     while time.monotonic() < deadline:
         pause.wait(LOOK_S)
@@ -123,7 +123,7 @@ def newer_beats(
             if beat is None or beat == before.get(node):
                 continue
             if node in before and before[node] is None and beat.state not in GONE:
-                # The first successful read, from which on a change counts.
+                # This is the first successful read. Only a later change shows that the node is alive.
                 before[node] = beat
             else:
                 newer.append(beat)
@@ -131,7 +131,7 @@ def newer_beats(
 
 
 def beats_of_newest_starts(log_path: Path, rank: int | None = None) -> dict[int, Beat | None]:
-    """The heartbeat of each rank's newest start; None if it is unreadable, even if an older start's is not. Raises OSError."""
+    """The heartbeat of each rank's newest start; None if it is unreadable, even if an older start's is readable. Raises OSError."""
     return {
         start.rank: beat if beat is not None and beat.incarnation == start.incarnation else None
         for start, beat in read_newest_starts(log_path, rank)

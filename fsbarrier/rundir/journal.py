@@ -23,15 +23,15 @@ from fsbarrier.rundir.record_store import LenientStore
 from fsbarrier.store import files, reading
 from fsbarrier.store.printable import without_passwords
 
-#: how many bytes a reader reads at a time, and the longest line that it does not skip
+#: the bytes that a reader reads at a time, and the longest line that it does not skip
 BLOCK_BYTES = 1024 * 1024
 LINE_BYTES = reading.LINE_BYTES
-#: lines beyond the first length take at most the second together: in memory an event takes many times the bytes of its line
+#: Lines longer than USUAL_BYTES may take UNUSUAL_BYTES together, since an event takes many times its line's length in memory.
 USUAL_BYTES, UNUSUAL_BYTES = 8 << 10, 16 << 20
 
-#: frequent events, of which only the times matter, and in a long run only the newest
+#: frequent events; only their times matter, and in a long run only the newest ones
 FREQUENT = frozenset({"phase_started", "phase_finished", "work_finished", "iteration_finished", "decision"})
-#: the events that a daemon writes itself, with fields that it and others rely on; the result of a program contains none of them
+#: the events that a daemon writes itself, with fields that other code relies on; a program's result may contain none of them
 OWN = FREQUENT | {
     "code_changed",
     "generation_proposed",
@@ -57,9 +57,9 @@ _MOST = 2**53
 #: an event's unchecked fields by name
 Fields = Mapping[str, object]
 
-#: the longest texts and the longest other values of a decision that are written
+#: the longest texts and the longest other values of a decision that are written in full
 MOST_TEXT, MOST_LIST = 400, 100
-#: values of a decision without information, and the names of those that `phase_finished` has
+#: values of a decision that are left out because they are empty, and the names of values that `phase_finished` has already
 EMPTY: tuple[object, ...] = (None, "", [], {}, ())
 TIMES = frozenset({"engine_s", "start_s", "load_s", "save_s"})
 
@@ -199,8 +199,8 @@ def _seconds_since_1970(time: object) -> float | None:
 class JournalReader:
     """Reads one journal as it grows.
 
-    `newest_bytes`: how much of the file's end is read completely at first; None: the whole file. Of what is before that, only the rare
-    events are read, if `with_past`.
+    `newest_bytes`: how much of the file's end is read completely at first; None: the whole file. Before that part only the rare events are
+    read, and only if `with_past`.
     """
 
     def __init__(self, path: Path, newest_bytes: int | None = None, *, with_past: bool = True) -> None:
@@ -237,14 +237,14 @@ class JournalReader:
             self._offset, self._unfinished = end, b"-"
         while self._offset < end:
             block = self._lines(stream, min(BLOCK_BYTES, end - self._offset))
-            for found in _RARE.finditer(block):
-                begin, after = block.rfind(b"\n", 0, found.start()) + 1, block.find(b"\n", found.end())
+            for rare in _RARE.finditer(block):
+                begin, after = block.rfind(b"\n", 0, rare.start()) + 1, block.find(b"\n", rare.end())
                 event = self._parse(block[begin : after if after >= 0 else None])
                 if event is not None:
                     yield event
 
     def _lines(self, stream: BinaryIO, most: int) -> bytes:
-        """The next whole lines, without the last newline; an incomplete line waits for the next call. Empty at the end. Raises OSError."""
+        """The next whole lines, without the last newline; empty at the end. An incomplete line waits for the next call. Raises OSError."""
         whole_lines = b""
         while not whole_lines and (block := stream.read(most)):
             self._offset += len(block)
@@ -286,14 +286,14 @@ def read_events(log_path: Path) -> list[Event]:
 class Journal:
     """Appends the events of one daemon, without flushing them to the disk. Only the last line may be torn.
 
-    `incarnation`: the one in the file's name. Frequent events include theirs only if it is a later one.
+    `incarnation`: the one in the file's name. A frequent event includes its incarnation only if it is a later one.
     """
 
     def __init__(self, path: Path, *, run_id: str, node_rank: int, incarnation: int) -> None:
         files.try_to_make_dirs(path.parent)
         self._fd = files.open_append(path)
         self._run_id, self._node_rank, self._incarnation = run_id, node_rank, incarnation
-        # The end of the last whole line, and whether the beginning of another may stand behind it.
+        # The end of the last whole line, and whether an incomplete line may follow it.
         self._end, self._torn = os.fstat(self._fd).st_size, False
 
     def write(self, name: str, mono_s: float, place: Payload, fields: Payload) -> Event:
@@ -307,7 +307,7 @@ class Journal:
             **place,
             "event": name,
         }
-        # Last again, because the fields may come from a user's program.
+        # The standard fields come last again, because `fields` may come from a user's program and must not replace them.
         line = {**standard, **{key: rounded(value) for key, value in fields.items()}, **standard}
         if name in FREQUENT and line["incarnation"] == self._incarnation:
             del line["incarnation"]
@@ -317,7 +317,7 @@ class Journal:
         return Event(name, now.timestamp(), mono_s, self._node_rank, *row, fields=line)
 
     def _append(self, line: bytes) -> None:
-        """Raises OSError. A disk that becomes full takes the beginning of a line. It is removed before the next line is written."""
+        """Append a line. A full disk may take only its beginning, which is removed before the next line is written. Raises OSError."""
         if self._torn:
             os.ftruncate(self._fd, self._end)
         self._torn = True
@@ -342,8 +342,8 @@ def rounded(value: object) -> object:
 
 
 def summary(value: Payload, lines: Sequence[Payload]) -> dict[str, object]:
-    """A decision for the journal: without empty values and those in the row's other `lines` or its `phase_finished`; long lists and texts
-    as their size."""
+    """A decision for the journal. It leaves out empty values and values in the row's other `lines` or its `phase_finished`, and shows long
+    lists and texts only by their size."""
     told = {(name, v) for line in lines for name, v in line.items() if isinstance(v, Hashable)}
     rest = {
         name: v

@@ -16,13 +16,13 @@ from fsbarrier.errors import ProgramFailed
 from fsbarrier.rundir import checkpoints
 
 NAME = "logprobs.json"
-# Fewer tokens than these cannot tell a fault from a few outliers.
+# With fewer tokens than this, a few outliers look like a fault.
 ENOUGH_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class KnownSequence:
-    """`logprobs`: of each token given those before it, at temperature 1; None for a token that is not compared."""
+    """A sequence. `logprobs`: each token's log-probability given those before it, at temperature 1; None: the token is not compared."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float | None, ...]
@@ -30,7 +30,7 @@ class KnownSequence:
 
 @dataclass(frozen=True, slots=True)
 class KnownLogprobs:
-    """`limit`: the mean difference that precision explains."""
+    """Sequences with the trainer's log-probabilities. `limit`: the largest mean difference that precision explains."""
 
     limit: float
     sequences: tuple[KnownSequence, ...]
@@ -40,20 +40,20 @@ class KnownLogprobs:
         return msgspec.json.encode(self)
 
     def gap(self, computed: Sequence[Sequence[float]]) -> float:
-        """The mean difference from what an engine `computed`: a number for each token of each sequence. Tokens that are missing to
-        `ENOUGH_TOKENS` count as equal."""
+        """The mean difference from an engine's log-probabilities (`computed`: one for each token of each sequence). If fewer than
+        `ENOUGH_TOKENS` tokens are compared, the missing ones count as equal."""
         pairs = zip(self.sequences, computed, strict=True)
         apart = [
-            abs(one - other)
+            abs(expected - actual)
             for known, row in pairs
-            for one, other in zip(known.logprobs, row, strict=True)
-            if one is not None
+            for expected, actual in zip(known.logprobs, row, strict=True)
+            if expected is not None
         ]
         return sum(apart) / max(len(apart), ENOUGH_TOKENS)
 
 
 def read(folder: Path) -> KnownLogprobs | None:
-    """Those of a complete policy version; None if its trainer wrote none. Raises ProgramFailed."""
+    """Read a complete policy version's known log-probabilities; None if its trainer wrote none. Raises ProgramFailed."""
     if NAME not in checkpoints.read_manifest(folder).files:
         return None
     try:

@@ -16,7 +16,7 @@ SHOWN_LINES = 20
 
 
 def fit_for_terminal(line: str) -> str:
-    """A log line without control characters; of a progress bar only its last state."""
+    """A log line without control characters. A progress bar is reduced to its last state."""
     last_state = line.rstrip("\r").rpartition("\r")[2]
     return printable(last_state)
 
@@ -49,10 +49,10 @@ def log_folders(paths: RunPaths) -> dict[int, Path]:
 
 
 def _folders(parent: Path) -> list[str]:
-    """The names of the folders in a folder. A link could lead out of the run directory."""
+    """The names of the folders in a folder. Links are left out, since they could lead out of the run directory."""
     try:
         with os.scandir(parent) as entries:
-            return [one.name for one in entries if one.is_dir(follow_symlinks=False)]
+            return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
     except OSError:
         return []
 

@@ -1,4 +1,4 @@
-"""Every name under the run directory: how to build it, and how to parse it.
+"""Builds and parses every name under the run directory.
 
 A kind of name is one template: `GENERATION.build(12)` is "gen-000012.json", and `GENERATION.parse("gen-000012.json")` is 12.
 Any other name in a directory (an editor's backup, a temporary file) parses as None, and readers skip it. rundir/paths.py has the places.
@@ -44,8 +44,8 @@ class Name(Generic[T]):
         return self._meaning(*(read(text) for read, text in zip(self._types, match.groups(), strict=True)))
 
     def parse_all(self, names: Iterable[str]) -> list[T]:
-        """The meanings of all names of this kind."""
-        return [found for name in names if (found := self.parse(name)) is not None]
+        """The meanings of all names of this kind; other names are skipped."""
+        return [meaning for name in names if (meaning := self.parse(name)) is not None]
 
 
 def _group(spec: str) -> str:
@@ -120,7 +120,7 @@ class LotName:
 
 @dataclass(frozen=True, slots=True, order=True)
 class RoundDoneName:
-    """Node `rank` is done with a round of the phase, with this many groups that have signal."""
+    """Node `rank` is done with a round of the phase; `with_signal` of its groups have signal."""
 
     rank: int
     round: int
@@ -142,7 +142,7 @@ LOT = Name("lot-{:04d}-{:06d}", LotName)
 DURABLE_COUNT = Name("durable-{:04d}", int)
 ROUND_DONE = Name("done-{:04d}-{:04d}-{:06d}", RoundDoneName)
 SESSIONS = Name("sessions-{:04d}-{:04d}-{:04d}-{:06d}", SessionsName)
-#: there once a rollout phase is to end before its last few groups
+#: a file that exists once a rollout phase shall end before its last few groups
 CUT = "cut"
 
 # --- trajectories --------------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ IMAGES_FOLDER = Name("{:s}_images.iteration{:d}", TrajectoryName)
 MERGED = Name("{:s}_trajectories.pt.iteration{:d}", TrajectoryName)
 MERGED_BY = Name(f"{MERGED.template}.g{{:04d}}", _merged_by)
 RANK_CHECKPOINT = Name(f"{MERGED.template}_rank_{{:d}}.checkpoint", TrajectoryName)
-#: one writer, one generation, one policy version: those of the next iteration may be rolled out with the policy before
+#: A part has one writer, generation and policy version, since the next iteration's rollouts may be made with the policy before.
 PART = Name(f"{RANK_CHECKPOINT.template}.g{{:04d}}i{{:04d}}v{{:06d}}.part", TrajectoryName)
 
 

@@ -18,7 +18,7 @@ class RunPaths:
 
     @property
     def record(self) -> Path:
-        """Who made this run, and its resolved settings."""
+        """The run's record: its author, resolved settings, tasks and model (rundir/runrecord.py)."""
         return self.root / "run.json"
 
     # --- the protocol's own files (docs/protocol.md) ---
@@ -45,7 +45,7 @@ class RunPaths:
 
     @cached_property
     def status(self) -> Path:
-        """What each start of a node says about itself with its heartbeats; one file, which is replaced."""
+        """The status of each start of a node: one file, which each heartbeat replaces."""
         return self.coordination / "status"
 
     def beat(self, rank: int, incarnation: int) -> Path:
@@ -94,7 +94,7 @@ class RunPaths:
         return self.trajectories(split) / names.MERGED.build(split, iteration)
 
     def merged_by(self, split: str, iteration: int, generation: int) -> Path:
-        """The same, with the generation in its name, so that an older generation cannot replace it."""
+        """Like `merged`, with the generation in the name, so that an older generation cannot replace the file."""
         return self.trajectories(split) / names.MERGED_BY.build(split, iteration, generation)
 
     def images(self, split: str, iteration: int) -> Path:

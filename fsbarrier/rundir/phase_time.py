@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.rundir.journal import number
 
-#: the parts in the order in which they come
+#: the parts of a phase's time, in the order in which they occur
 PARTS = ("start", "load", "work", "save", "wait")
 #: Times are written to a tenth of a millisecond: a barrier takes some milliseconds.
 DIGITS = 4
@@ -18,10 +18,10 @@ DIGITS = 4
 class PhaseTime:
     """Seconds that add up to the whole phase.
 
-    start_s  until the phase's program and its engine were there
-    load_s   until the program had read what it works on
+    start_s  until the phase's program and its engine had started
+    load_s   until the program had read its input
     work_s   the rest of the work
-    save_s   writing what came of it
+    save_s   writing the results
     wait_s   for the other nodes; before the node's own last work in the phase, and after it
     """
 
@@ -33,7 +33,7 @@ class PhaseTime:
 
     @classmethod
     def of_work(cls, worked_s: float, result: Mapping[str, object]) -> PhaseTime:
-        """Work that took `worked_s`; in its `result` programs and engines report the times of its parts.
+        """The parts of work that took `worked_s`. Programs and engines report the times of the parts in its `result`.
 
         A user's program may report anything, so the parts are limited to the whole.
         """
@@ -51,7 +51,7 @@ class PhaseTime:
         return cls(*(max(0.0, number(fields, f"{part}_s") or 0.0) for part in PARTS))
 
     def fields(self) -> Payload:
-        """For the journal: only the parts that took any time."""
+        """The parts that took any time, as fields for the journal."""
         named = {f"{part}_s": round(seconds, DIGITS) for part, seconds in self.parts().items()}
         return {name: seconds for name, seconds in named.items() if seconds > 0}
 

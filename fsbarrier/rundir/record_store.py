@@ -15,7 +15,7 @@ from fsbarrier.protocol.codec import CorruptRecord, decode, encode
 from fsbarrier.protocol.facts import R, Record
 from fsbarrier.store import files, owned, reading
 
-#: errors of one record, whose writer is replacing it, or is another user; all other errors are the mount's, and are raised
+#: errors that concern one record, because it is being replaced or belongs to another user; other errors concern the mount and are raised
 OF_ONE_RECORD = frozenset({errno.ENOENT, errno.ESTALE, errno.EACCES, errno.EPERM})
 
 
@@ -41,15 +41,15 @@ class Store(Protocol):
         """
 
     def must_read(self, path: Path, cls: type[R]) -> R:
-        """`read` of a record that is known to be there. While it cannot be read, that is an error (`unreadable`): treating it as absent
-        would lose it."""
+        """Read a record that is known to exist. Raises UnreadableRecord while it cannot be read, since treating it as absent would lose
+        it."""
 
     def put(self, path: Path, record: Record, *, durable: bool = False) -> None:
-        """Create or replace a file of this node atomically. `durable`: also with respect to power failures."""
+        """Create or replace a file of this node atomically. `durable`: it survives a power failure."""
 
     def mark(self, path: Path, record: Record) -> None:
-        """Create a file of this node of which only the name matters. Nobody reads it, so it need not be atomic: this is one operation,
-        and `put` is two."""
+        """Create a file of this node whose name alone matters. Nobody reads it, so it need not be atomic: this takes one operation, and
+        `put` takes two."""
 
     def create(self, path: Path, record: Record) -> bool:
         """Create a file exclusively and durably; False if it exists already."""
@@ -65,7 +65,7 @@ class Store(Protocol):
 
 
 class UnreadableRecord(OSError):
-    """A record cannot be read: as of a failing mount (EIO), this is tried again and then given up."""
+    """A record cannot be read. Its error number is EIO, so callers retry for a while and then give up, as on a failing mount."""
 
     def __init__(self, path: Path, why: str) -> None:
         advice = "if other nodes can read it, look at this host's mount; else restore the file, or begin another run with this one's "

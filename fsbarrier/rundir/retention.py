@@ -53,7 +53,7 @@ def _listed(folder: Path) -> list[Path]:
 
 
 def _remove(log_path: Path, path: Path) -> bool:
-    """Whether the file could be removed. The target of a link does not belong to this run."""
+    """Remove a file; False if that failed. Links are not followed, since their targets do not belong to this run."""
     try:
         owned.remove(path, log_path)
     except OSError:
@@ -69,7 +69,7 @@ def remove_old_versions(
     best: str | None = None,
     between: Callable[[], None] = lambda: None,
 ) -> list[Path]:
-    """Remove all but the newest `keep` policy versions (0: keep all), every `every`-th (0: none) and the folder `best`.
+    """Remove policy versions, except the newest `keep` (0: remove none), every `every`-th (0: no such exception) and the folder `best`.
 
     `current`, the version before it, which a node may still be loading, and versions with a trainer state that a kept version needs always
     stay. Returns the removed folders. While the mount fails, or a kept version's manifest cannot be read, all stay until the next time.
@@ -107,8 +107,8 @@ def _remove_version(folder: Path) -> None:
 
 
 def _state_in(folder: Path) -> str | None:
-    """The version with the trainer state that a version needs. Raises OSError, ProgramFailed if its manifest is there and unreadable:
-    it may name any other version."""
+    """The folder of the version whose trainer state this version needs. Raises OSError; ProgramFailed if its manifest exists but is
+    unreadable, since it may name any other version."""
     listed = os.listdir(folder)
     return checkpoints.read_manifest(folder).state_in if checkpoints.MANIFEST in listed else None
 

@@ -1,7 +1,7 @@
 """run.json: a run's author, settings, tasks and model. Node 0 writes it once, and every node works from it.
 
-It is readable JSON. The field "digest" is the SHA-256 of all other fields, so a torn, edited or foreign file is recognised. A setting's
-declaration tells whether a later start may change it (settings/section.py, `Changes`).
+It is readable JSON. The field "digest" is the SHA-256 of all other fields, so a torn, edited or foreign file is recognised. The
+declaration of a setting says whether a later start may change it (settings/section.py, `Changes`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fsbarrier.store.typed import ready
 
 # The record is linked into place atomically, so a mount that shows it torn for longer than this is broken.
 TORN_S = 5.0
-# how often a waiting node says so
+# how often a waiting node says that it waits
 SAY_AGAIN_S = 60.0
 # the pauses between two looks
 LOOKS = Backoff(0.001, 0.25)
@@ -47,7 +47,7 @@ class TaskSource(TypedDict):
     path: str
     #: all tasks of the file
     count: int
-    #: the numbers of those that belong to a set; not there: all
+    #: the numbers of the tasks that belong to a set; absent: all tasks
     picked: NotRequired[Sequence[int]]
     #: empty until the built-in task has been made
     sha256: str
@@ -58,7 +58,7 @@ def numbers_in(source: TaskSource) -> Sequence[int]:
     return source.get("picked", range(source["count"]))
 
 
-#: what in a run directory decides which code its nodes run
+#: the names in a run directory that decide which code its nodes run
 STEERING = ("run.json", "coordination")
 
 
@@ -122,7 +122,7 @@ def new(
 
 
 def publish(record: RunRecord) -> RunRecord:
-    """Make the run directory and create the record durably. Returns the valid record, which is another one if another start was first.
+    """Make the run directory and create the record durably. Returns the valid record, which is another start's if that was first.
 
     Raises UsageError if the directory cannot be made or written, StoreError if its filesystem fails.
     """
@@ -162,7 +162,7 @@ def _digest(body: Mapping[str, object]) -> str:
 
 
 def exists(log_path: Path) -> bool:
-    """Whether `log_path` contains a run's record. It is listed, since an NFS client would cache a failed lookup."""
+    """Whether `log_path` contains a run's record. The directory is listed, since an NFS client would cache a failed lookup."""
     try:
         return RunPaths(log_path).record.name in patiently(lambda: os.listdir(log_path))
     except (FileNotFoundError, NotADirectoryError):
@@ -172,7 +172,7 @@ def exists(log_path: Path) -> bool:
 
 
 def without_record(log_path: Path) -> list[str]:
-    """The names of what is in `log_path` without a run's record, except for what a start or a launcher makes before the record."""
+    """The names in `log_path` if it has no run's record, except those that a start or a launcher makes before the record."""
     paths = RunPaths(log_path)
     before = (paths.logs.name, paths.demo.name, paths.first_policy.name, "lost+found")
     try:
@@ -185,7 +185,7 @@ def without_record(log_path: Path) -> list[str]:
 
 
 def _is_empty_folder(path: Path) -> bool:
-    """A disk that was mounted for the run is empty but for its lost+found."""
+    """Whether a folder is empty. The lost+found of a freshly mounted disk does not count."""
     try:
         return set(os.listdir(path)) <= {"lost+found"}
     except OSError:
@@ -227,7 +227,7 @@ def wait(log_path: Path, timeout_s: float, *, on_wait: Callable[[str], None] | N
 
 
 def _read(log_path: Path) -> RunRecord:
-    """The listed record in `log_path`, when this mount shows it whole. Raises UsageError, StoreError."""
+    """Read the record in `log_path`, which is listed, once this mount shows it whole. Raises UsageError, StoreError."""
     path = RunPaths(log_path).record
     try:
         record = patiently(
@@ -281,7 +281,7 @@ def _unreadable(path: Path, error: OSError) -> Exception:
 
 
 def decode(data: bytes, log_path: Path) -> RunRecord:
-    """The record in a file's content. Raises UsageError for a newer format, ValueError for anything but a whole record."""
+    """The record in a file's content. Raises UsageError for another format, ValueError for anything but a whole record."""
     try:
         body = json.loads(data)
     except (ValueError, RecursionError):
@@ -299,7 +299,7 @@ def decode(data: bytes, log_path: Path) -> RunRecord:
     try:
         return replace(msgspec.convert(body, RunRecord), log_path=log_path)
     except (msgspec.ValidationError, UnicodeError) as error:
-        # Half of a surrogate pair is JSON, but no text.
+        # JSON may contain half of a surrogate pair, which is no valid text.
         raise _Torn(f"not a run's record ({error})") from None
 
 
@@ -324,7 +324,7 @@ def check_tasks(record: RunRecord) -> None:
 
 
 def shown_path(path: Path) -> str:
-    """The path for people: relative to the working directory if that is shorter and does not go up."""
+    """The path to show to people: relative to the working directory if that is shorter and does not go up."""
     try:
         relative = os.path.relpath(path)
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
-"""A run's settings in a session: those of run.json, and what the session's generations record (see protocol/session.py).
+"""Combines the settings of run.json with the changes that a session's generations record (see protocol/session.py).
 
-Only settings that may change are taken from a record, so that a forged one cannot name a program. Names that this version does not know
-are ignored.
+Only settings that may change are taken from a generation's record, so that a forged record cannot name a program. Names that this version
+does not know are ignored.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fsbarrier.settings.sections import Settings, changes_of
 
 
 def in_force(recorded: Settings, values: Payload) -> Settings:
-    """The settings in a session. `recorded`: those of run.json; `values`: what its generations record as changed."""
+    """The settings in a session. `recorded`: the settings of run.json; `values`: the changes that the session's generations record."""
     if not values:
         return recorded
     there = recorded.flat()
@@ -27,7 +27,7 @@ def in_force(recorded: Settings, values: Payload) -> Settings:
 
 
 def can_hold(recorded: Settings, record: Generation | Join) -> bool:
-    """Whether the settings in a record are valid for this run."""
+    """Whether the settings that a record asks for are valid for this run."""
     values = record.stated if isinstance(record, Join) else record.settings
     if record.choices.keys() - recorded.choices.keys():
         return False

@@ -17,7 +17,7 @@ from fsbarrier.store.identity import user_at_host
 def request_stop(log_path: Path, *, now: bool) -> StopRequest:
     """Ask all nodes of a run to stop: at the next start of an iteration, or at once. Returns the request.
 
-    It concerns the newest start of each rank. Raises UsageError if there is no run, OSError.
+    The request concerns the newest start of each rank. Raises UsageError if there is no run, OSError.
     """
     paths = RunPaths(log_path)
     if not paths.record.is_file():
@@ -35,8 +35,8 @@ def request_stop(log_path: Path, *, now: bool) -> StopRequest:
 def stop(log_path: Path, *, now: bool, watch_s: float) -> list[Beat]:
     """Ask all nodes of a run to stop, and return the last heartbeats of those that it reaches.
 
-    These are the nodes that beat, or end, within `watch_s` after they were asked. A node that appears only then, because it was about
-    to join, is asked too. Raises UsageError if there is no run, OSError.
+    It reaches the nodes that write a heartbeat or end within `watch_s` after the request. A node that joins only in that time is asked by
+    another request. Raises UsageError if there is no run, OSError.
     """
     before = beats_of_newest_starts(log_path)
     request = request_stop(log_path, now=now)
@@ -53,7 +53,7 @@ def stop(log_path: Path, *, now: bool, watch_s: float) -> list[Beat]:
 
 
 def _newest_starts(store: PosixStore, paths: RunPaths) -> tuple[Member, ...]:
-    """The newest start of each rank, by joins/ and by what the nodes say of themselves. Raises OSError."""
+    """The newest start of each rank, according to joins/ and the status files. Raises OSError."""
     newest = {rank: beat.incarnation for rank, beat in read_beats(paths.root).items()}
     for start in START.parse_all(store.names(paths.joins)):
         newest[start.rank] = max(newest.get(start.rank, 0), start.incarnation)
