@@ -23,7 +23,7 @@ class Collective:
 
     generation: Generation
     position: Position
-    #: as typed: "barrier()", "all_gather()" or "broadcast(src=2)"; all members must make the same call
+    #: the call as typed: "barrier()", "all_gather()" or "broadcast(src=2)"; all members must make the same one
     call: str
     #: this member's object; None: it sends none
     json: str | None
@@ -47,9 +47,9 @@ class Collective:
 class CollectiveWork:
     """The WorkRunner of a group: the work of a row is done when the caller has called a collective for it."""
 
-    #: the call in which the caller waits, or waited last
+    #: the call in which the caller waits or has waited last
     asked: Collective | None = None
-    #: why this member leaves, for the others
+    #: why this member leaves, shown to the others
     leaving: str = ""
     _row: tuple[int, Position] | None = None
 

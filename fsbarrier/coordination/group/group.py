@@ -88,18 +88,18 @@ class Group:
         waits: LookWaits,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`member`: it has begun to join, and is in no generation yet. The simulator has other threads and clocks. Raises as `join`."""
+        """Wait for the first generation. `member`: has begun to join. The simulator has its own `waits` and `clock`. Raises as `join`."""
         self._member, self._timeout_s, self._clock = member, timeout_s, clock
         self._root, self._join = member.loop.observer.paths.root, member.loop.join
         num_nodes = member.loop.rules.num_nodes
         self._pauses = Backoff(PAUSE_FOR_EACH_S * max(1, num_nodes - 2), LONGEST_PAUSE_S)
         self._hinted = num_nodes <= HINTED_NODES
         self._pace, self._waits, self._heartbeats = Pace(member.loop), waits, heartbeats
-        #: what the last look found, and its error
+        #: the function that a wait tries after each look, its last result, and the error of the last look
         self._find: Callable[[], Any] = lambda: None
         self._found: Any = None
         self._trouble: OSError | None = None
-        #: the last call and its error, if it failed; it may be repeated
+        #: the last call and its error if it failed; the caller may repeat that call
         self._failed: tuple[Collective, NodeError] | None = None
         self._left = False
         self._heartbeats.start()
@@ -182,7 +182,7 @@ class Group:
     # --- membership ---
 
     def _enter(self, generation: Generation) -> None:
-        """Whatever failed in the generation before is over."""
+        """Go on in a new generation, at its first row. A call that failed in the last generation no longer has to be repeated."""
         self._generation, self._position, self._failed = generation, generation.start, None
 
     def _leave(self, why: str) -> None:
@@ -200,8 +200,8 @@ class Group:
     def _collective(self, call: str, json: str | None, objects_of: tuple[int, ...]) -> list[Any]:
         """Send this member's object in the next row, wait until all members have reached it, and return the objects of some of them.
 
-        If that fails, only the same call returns to this row, since the others may have read this member's object. If another call went
-        on to the next row, each later one would be paired with a different call of the other members.
+        If that fails, only the same call may be made next, and for the same row, since the others may have read this member's object. If
+        another call went on to the next row, each later call would be paired with a different call of the other members.
         """
         self._check_usable()
         collective = Collective(self._generation, self._position, call, json, objects_of)
@@ -219,8 +219,8 @@ class Group:
     def _wait(self, call: str, find: Callable[[], T | None]) -> T:
         """Look until `find` returns something. `call`: the waiting call, for messages.
 
-        Raises what `find` raises, the error that ended the membership, StoreError if looks fail for `dead_s` or still at the timeout,
-        BarrierTimeout. Another exception, as of a signal's handler, may have come in the middle of a look, and so ends the membership.
+        Raises the errors of `find`, the error that ended the membership, BarrierTimeout, and StoreError if looks fail for `dead_s` or still
+        at the timeout. Any other exception, such as a signal handler's, ends the membership, since it may have interrupted a look.
         """
         self._find, dead_s = find, self._member.loop.rules.limits.dead_s
         until, failing_since = self._clock() + self._timeout_s, None
@@ -244,7 +244,7 @@ class Group:
             raise
 
     def _look(self, now: float) -> LookAgain:
-        """Look until there is nothing left to do, and see what that shows. The next look tries again what failed."""
+        """Look until there is nothing left to do, then try `find`. An OSError is kept in `_trouble`, and the next look tries again."""
         self._found = self._trouble = None
         try:
             again = self._look_until_idle(now)
@@ -255,7 +255,7 @@ class Group:
         return again
 
     def _look_until_idle(self, now: float) -> LookAgain:
-        """In a group that is soon: only this caller's next call begins another row."""
+        """Run ticks until nothing is left to do. That is soon in a group, since only this caller's next call begins another row."""
         while (again := self._member.look(now)) is LookAgain.NOW:
             now = self._clock()
         return again

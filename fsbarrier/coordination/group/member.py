@@ -1,6 +1,6 @@
-"""One member of a group, without threads or a clock: it looks, and finds out how its caller's call ends.
+"""One member of a group, without threads or a clock. It runs the node's loop and decides how its caller's call ends.
 
-`Group` drives it with the clock of the machine, the simulator in virtual time.
+`Group` drives it with the machine's clock, and the simulator in virtual time.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class GroupMember:
 
     loop: NodeLoop
     work: CollectiveWork
-    #: what ended this membership
+    #: the error that ended this membership
     failure: NodeError | None = None
-    #: when the look began that has not ended
+    #: when the present look began; None between looks
     looking_since: float | None = None
-    #: this node has been in a generation
+    #: whether this node has been in a generation
     _entered: bool = False
-    #: the names of the joins, and the heartbeats, that this node found when it joined, perhaps of an earlier session
+    #: the names of the joins, and the heartbeats, that existed when this node joined; they may belong to an earlier session
     _earlier_joins: Set[str] = frozenset()
     _earlier_beats: Mapping[int, Pulse] = field(default_factory=dict)
 
@@ -61,7 +61,7 @@ class GroupMember:
         """Join the group's directory. Raises OSError; may be tried again."""
         observer, store, paths = self.loop.observer, self.loop.store, self.loop.observer.paths
         observer.prepare()
-        # Whatever shows from here on belongs to this session, so old listings must not hide what earlier sessions left.
+        # Files that appear from here on belong to this session. So a stale listing must not hide the files of earlier sessions now.
         for folder in (paths.joins, paths.beats):
             refresh_listing(store, folder, self.loop.join.rank)
         self._earlier_joins, beats = frozenset(store.names(paths.joins)), observer.read_beats()
@@ -87,8 +87,8 @@ class GroupMember:
         return again
 
     def beat(self, now: float, beat_s: float, *, last: bool = False, dice: Random = DICE) -> float:
-        """Write a heartbeat, also while the caller computes; returns the pause before the next. `last`: the member leaves. A member whose
-        look hangs writes none, since the others should not wait for ever."""
+        """Write a heartbeat; returns the pause before the next one. It may be called while the caller computes. `last`: the member leaves.
+        A member whose look hangs writes none, since the others should not wait for it for ever."""
         loop, since = self.loop, self.looking_since
         if last and loop.exit is None:
             loop.exit = Exit(0, "left", "left")
@@ -98,7 +98,7 @@ class GroupMember:
         return next_beat_s(beat_s / loop.observer.intervals.join_factor if joining else beat_s, dice)
 
     def regroup(self, after: Generation) -> None:
-        """Ask for a generation after this one, of the living members and the nodes that wait to join."""
+        """Ask for a generation after `after`, of the living members and the nodes that wait to join."""
         self.loop.rules = replace(self.loop.rules, regroup=after.number)
         self.loop.observer.schedule.poll_now()
 
@@ -112,14 +112,14 @@ class GroupMember:
         members = generation.ranks if generation is not None else ()
         return tuple(rank for rank in sorted(live) if rank not in members)
 
-    # --- what becomes of a call ---
+    # --- how a call ends ---
 
     def first_generation(self) -> Generation | None:
         """The node's generation; None before there is one. Raises ValueError if the nodes joined with different arguments.
 
-        It compares the members of the generation or, before there is one, all nodes that are here: those that joined or wrote a
-        heartbeat after this node's first look, since earlier sessions leave their joins behind. One heartbeat is enough, because a
-        node that refuses this one's arguments leaves immediately.
+        It compares the members of the generation. Before there is one, it compares the nodes that joined or wrote a heartbeat after this
+        node's first look, since earlier sessions leave their joins behind. One heartbeat is enough, because a node that refuses this
+        node's arguments leaves immediately.
         """
         observer, own_start = self.loop.observer, self.loop.join
         for rank, join in observer.joins.items():
@@ -138,7 +138,7 @@ class GroupMember:
         return self.generation
 
     def outcome(self, collective: Collective) -> Sequence[Any] | None:
-        """The objects that the call returns; None while that is not decided. Raises OSError, PeerLost, OutOfStep."""
+        """The objects that the call returns; None while the call is not decided. Raises OSError, PeerLost, OutOfStep."""
         node, observer, generation = self.loop.node, self.loop.observer, self.generation
         if generation is None:
             return None
@@ -146,7 +146,7 @@ class GroupMember:
         if generation.number == collective.generation.number:
             if node.position is not None and node.position > collective.position:
                 return self._objects(collective)
-            # The look that has just ended was at the asked row.
+            # The last look was at the row of this call, so its listing shows who has arrived.
             arrived = observer.row.listing.arrived
             loss = self._lost(member for member in generation.members if member.rank not in arrived)
             if loss is None:
@@ -159,7 +159,7 @@ class GroupMember:
         raise self._superseded(collective, generation)
 
     def _lost(self, members: Iterable[Member]) -> Loss | None:
-        """The first lost one of these members."""
+        """The first of these members that is lost; None if none is."""
         observer, node = self.loop.observer, self.loop.node
         since, limits = node.watches_since(observer.ledger), self.loop.rules.limits
         found = losses(members, node.rank, observer.joins, observer.ledger, since, limits)
@@ -168,7 +168,7 @@ class GroupMember:
     def _was_passed(self, collective: Collective) -> bool:
         """Whether all members have reached this row. Raises OSError.
 
-        If a stale listing does not show it, a heartbeat may, since a member that passed the row has seen all facts. Example: node 1
+        If a stale listing does not show that, a heartbeat may, since a member that passed the row has seen all facts. Example: node 1
         ends its script after its last barrier, and node 2's mount shows node 1's last heartbeat at once, but the facts 3 s later.
         """
         observer, generation = self.loop.observer, collective.generation
@@ -180,10 +180,10 @@ class GroupMember:
         return any(beat.iteration > collective.position.iteration for beat in beats)
 
     def _objects(self, collective: Collective) -> Sequence[Any]:
-        """What the call returns, of facts that all exist, but a mount may show them late. Raises OSError, OutOfStep, PeerLost.
+        """The objects that the call returns. All facts exist, but a mount may show them late. Raises OSError, OutOfStep, PeerLost.
 
-        Whoever calls anything but `barrier` also reads what the next member called. So if members make different calls, at least one
-        learns of it, and as it ends or regroups, the others do.
+        In every call but `barrier` a member also reads which call the next member made. So if members make different calls, at least one
+        notices it. When that one ends or regroups, the others notice too.
         """
         if collective.call == BARRIER:
             return ()
@@ -205,7 +205,7 @@ class GroupMember:
         return [json.loads(values[rank]["json"]) for rank in collective.objects_of]
 
     def _raise_if_silent(self, collective: Collective, member: Member, error: OSError) -> None:
-        """Example: its host lost power before the object was flushed. It will never be readable."""
+        """Raise PeerLost if the member whose fact cannot be read is silent: if its host lost power before the flush, it never can be."""
         ledger, node = self.loop.observer.ledger, self.loop.node
         silent_s = ledger.silence(member, node.watches_since(ledger))
         if silent_s >= self.loop.rules.limits.dead_s:
@@ -220,8 +220,8 @@ class GroupMember:
     # --- errors ---
 
     def awaited(self, now: float) -> Sequence[Awaited]:
-        """Whom this node waits for: the members that have not reached its row or, before it is in a generation, those that it has not
-        seen, and those in a generation without it."""
+        """The nodes that this node waits for: the members that have not reached its row. Before it is in a generation: the nodes that it
+        has not seen, and those that are in a generation without it."""
         node, observer, rules = self.loop.node, self.loop.observer, self.loop.rules
         if self.generation is not None:
             arrived, absent = observer.row.listing.arrived, []
@@ -270,7 +270,7 @@ class GroupMember:
         return PeerLost(message, member.rank, member.host, loss.age_s)
 
     def _superseded(self, collective: Collective, new: Generation) -> PeerLost:
-        """The error if another member has regrouped before this one."""
+        """The error of a call if another member has regrouped before this one."""
         old = collective.generation
         left_out = [member for member in old.members if new.incarnation_of(member.rank) != member.incarnation]
         maker = next(member for member in (*new.members, *old.members) if member.rank == new.created_by)
@@ -298,7 +298,7 @@ class GroupMember:
             return None
         if loop.exit.code == Fenced.exit_code:
             return self._fenced(loop.exit.reason)
-        # A foreign record may hold a verdict: in a group nothing else ends a member's loop.
+        # Only a verdict in a foreign record ends the loop otherwise, since groups make no verdicts.
         return StoreError(loop.exit.reason, loop.join.rank, loop.join.host, 0.0)
 
     def _fenced(self, message: str) -> Fenced:
@@ -318,7 +318,7 @@ class GroupMember:
 def make_member(
     store: Store, paths: RunPaths, own_start: Join, num_nodes: int, limits: Limits, beat_s: float
 ) -> GroupMember:
-    """A member that has not joined yet. Does not touch the filesystem."""
+    """Make a member that has not joined yet. This does not touch the filesystem."""
     rules = Rules(TABLE, num_nodes, on_node_failure="hold", limits=limits)
     members_s = min(0.05 * max(1.0, num_nodes / 16), beat_s / 2)
     beats_s = min(beat_s, limits.suspect_s / 3)
