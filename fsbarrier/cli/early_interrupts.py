@@ -1,6 +1,6 @@
-"""A Ctrl-C while the command is still importing its modules ends it without a traceback.
+"""Makes a Ctrl-C end the command without a traceback while it is still importing its modules.
 
-Imported before all else. A program that only imports the command keeps its own handler.
+This is imported before all other modules. A program that only imports the command keeps its own handler.
 """
 
 from __future__ import annotations
@@ -15,6 +15,6 @@ if _QUIET:
 
 
 def imported() -> None:
-    """From here on the command handles it."""
+    """Restore Python's handler, because the command handles a Ctrl-C from here on."""
     if _QUIET:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,4 +1,4 @@
-"""Prints the ends of logs, and what is added to them: `logs`, `jobs logs`, and node 0's output in `launch ssh`."""
+"""Prints the ends of logs, and follows new lines: `logs`, `jobs logs`, and node 0's output in `launch ssh`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from fsbarrier.store import reading
 
 #: polling interval for new lines and new files while following
 LOOK_S = 0.5
-#: at most so many bytes of a log are read at once; of a longer line the end is shown
+#: the most bytes of a log that are read at once, and the most that are shown of a line (its end)
 MOST_BYTES, LINE_BYTES = 16 << 20, 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """A log file, and what each of its lines begins with."""
+    """A log file, and the prefix of each printed line."""
 
     label: str
     path: Path
@@ -30,7 +30,7 @@ def show(logs: Callable[[], Sequence[Log]], count: int, follows: Callable[[], bo
     offsets: dict[Path, int] = {}
     pause, first = threading.Event(), True
     while True:
-        # Asked before the logs are read, so that no output of what ends meanwhile is missed.
+        # Ask before reading the logs: if a program ends in between, its last output is still read.
         goes_on = follows()
         for log in logs():
             lines, offsets[log.path] = read_lines(
@@ -61,7 +61,7 @@ def read_lines(path: Path, offset: int) -> tuple[list[str], int]:
         whole, rest = data, b""
     lines = whole.split(b"\n") if whole or newline else []
     if offset < 0 and begin > 0 and newline:
-        # Its beginning was not read.
+        # The beginning of this line was not read.
         del lines[0]
     return [_decoded(line) for line in lines], begin + len(data) - len(rest)
 

@@ -125,7 +125,7 @@ class Parser(argparse.ArgumentParser):
         for before, argument in zip(["", *arguments], arguments, strict=False):
             flag, equals, value = argument.partition("=")
             if not argument or (equals and not value and flag in flags):
-                # Often a variable of the shell that is not set. A default instead could be somebody else's run.
+                # An empty value is often an unset shell variable. A default in its place could name somebody else's run.
                 raise UsageError(
                     f"{flag or (before if before in flags else 'an argument')}: must not be empty"
                 )
@@ -137,14 +137,14 @@ class Parser(argparse.ArgumentParser):
         return args
 
     def _setting_hint(self, flag: str) -> str:
-        """How to write a setting that was typed as a flag; "" if it is none, or this command takes no settings."""
+        """How to write a setting that was typed as a flag; "" if it is no setting, or this command takes none."""
         from fsbarrier.settings.sections import known_names
 
         if not any(action.dest == "settings" for action in self._actions):
             return ""
         typed, names = re.sub("[._]", "-", flag.lstrip("-")).lower(), list(known_names())
         as_flags = {re.sub("[._]", "-", name): name for name in names}
-        # Without its section, or by its initials, as in --lr.
+        # The user may have typed the name without its section, or only its initials, as in --lr.
         leaves = {name: name.rpartition(".")[2].replace("_", "-") for name in names if ".NAME." not in name}
         called = [name for name, leaf in leaves.items() if typed in (leaf, _initials(leaf))]
         fits = [as_flags[typed]] if typed in as_flags else called[:3]
@@ -162,7 +162,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _initials(name: str) -> str:
-    """Of a name of several words; "" for one word."""
+    """The initials of a name of several words; "" for a single word."""
     words = name.split("-")
     return "".join(word[0] for word in words) if len(words) > 1 else ""
 

@@ -1,2 +1,3 @@
-"""Starts programs, monitors them and kills their process trees, so that none outlives its daemon; what they and it tell each other;
-this machine's addresses and memory."""
+"""Starts programs, monitors them and kills their process trees, so that none outlives its daemon.
+
+Also the messages between daemons and programs, and this machine's addresses and memory."""

@@ -74,7 +74,7 @@ def ipv4_addresses() -> list[tuple[str, str]]:
     return addresses
 
 
-#: the kernel's tables of TCP sockets, of this network namespace, and the state of a socket that listens
+#: the kernel's tables of TCP sockets in this network namespace, and the code of the listening state
 TCP_TABLES, LISTENS = ("/proc/net/tcp", "/proc/net/tcp6"), "0A"
 
 
@@ -88,7 +88,7 @@ def owner_of_peer(peer: tuple[str, int], here: tuple[str, int]) -> int | None:
 
 
 def owners_of_port(port: int) -> set[int]:
-    """The user ids of those who listen on this port where a connection to 127.0.0.1 arrives; empty if this host's tables show nobody."""
+    """The user ids of the listeners that a connection to 127.0.0.1 on this port may reach; empty if this host's tables show none."""
     ends = {
         f"{host}:{port:04X}"
         for local in ("127.0.0.1", str(ipaddress.IPv4Address(0)), "::")
@@ -109,7 +109,7 @@ def _tcp_rows() -> Iterator[tuple[str, int, str, str]]:
 
 
 def _in_tables(host: str) -> set[str]:
-    """An address as the tables have it: an IPv6 socket that is connected to an IPv4 address is in the other one."""
+    """The forms of an address in the tables. An IPv6 socket that is connected to an IPv4 address is in the IPv6 table."""
     address = ipaddress.ip_address(host.partition("%")[0])
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else address
     both = [address, mapped] if mapped is not None else [address]

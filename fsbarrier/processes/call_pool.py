@@ -21,16 +21,16 @@ from typing import Any
 from fsbarrier.processes.fork_server import ForkServer, Job, Messages
 from fsbarrier.processes.supervisor import own_program, with_this_package
 
-# How long a process may take to end, and one whose calls end in time by themselves may be late.
+# How long a process may take to end, and how late a process may be that enforces the time limit of its calls itself.
 GRACE_S = 2.0
 
 
 class ProcessEnded(Exception):
-    """The process ended during the call; the message says how, as after "its process "."""
+    """The process ended during the call. The message says how, and continues "its process "."""
 
 
 class CallPool:
-    """Our program's side. Raises UsageError if the function cannot be loaded, ProgramFailed if that crashes."""
+    """The pool in our program. Raises UsageError if the function cannot be loaded, ProgramFailed if loading crashes."""
 
     def __init__(self, *words: str) -> None:
         """`words`: the module whose process calls `serve`, and its arguments."""
@@ -50,17 +50,17 @@ class CallPool:
         return self._server.about
 
     def begin(self, hello: object, *, together: bool) -> None:
-        """What each process gets first. `together`: one process takes all calls, as the function is `async`."""
+        """`hello`: the first message to each process. `together`: one process takes all calls, because the function is `async`."""
         self._hello, self._together = hello, together
 
     async def call(self, question: object, within_s: float) -> Any:
-        """Raises TimeoutError, ProcessEnded, ProgramFailed, ValueError (a question that is too long)."""
+        """Raises TimeoutError, ProcessEnded, ProgramFailed, ValueError (the question is too long)."""
         process = await self._free_process()
         try:
             async with asyncio.timeout(within_s):
                 answer = await process.ask(question)
         except BaseException:
-            # It may still be at work on this question.
+            # The process may still work on this question, so it must not take another one.
             if process in self._idle:
                 self._idle.remove(process)
             await process.close()
@@ -101,7 +101,7 @@ class _Process:
         number = next(self._numbers)
         asked = self._asked[number] = asyncio.get_running_loop().create_future()
         try:
-            # One that has just ended answers nothing.
+            # A process that has just ended will not answer.
             if self._hearing.done():
                 raise ProcessEnded("had ended before")
             await self._job.send([number, question])
@@ -131,13 +131,14 @@ AnswerTo = Callable[[Any], Any]
 
 
 def answer_calls(make: Callable[[Any], AnswerTo], connection: socket.socket, *, together: bool) -> None:
-    """The work of one process. `make`: from the hello, the function that answers. `together`: its answers are awaited side by side."""
-    # Between the calls only, so that the function may have an event loop of its own.
+    """Answer questions in one process. `make` gets the hello and returns the function that answers. `together`: answers are awaited in
+    parallel."""
+    # Unless `together`, this loop runs only between the calls, so that the function may have an event loop of its own.
     loop = asyncio.new_event_loop()
     messages = loop.run_until_complete(Messages.over(connection))
     hello = loop.run_until_complete(messages.receive())
     if hello is None:
-        # It is not needed any more.
+        # The pool closed this process before its first question.
         return
     if together:
         asyncio.set_event_loop(loop)

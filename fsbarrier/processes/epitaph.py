@@ -1,10 +1,10 @@
-"""A process beside a daemon that, when the daemon is killed, renames its heartbeat, so that the others learn of the death at once.
+"""A helper process that announces the death of a killed daemon at once, by renaming its last heartbeat.
 
     python -I -S fsbarrier/processes/epitaph.py < a pipe from the daemon          (`Epitaph` starts it)
 
-The kernel closes the pipe when the daemon has ended, also by SIGKILL, and not while it is stopped or hangs in a call. Before each heartbeat
-the daemon writes a line: the heartbeat's name, and its name if the daemon should die now. Nobody waits for this process, so a mount that
-hangs holds up nothing.
+The kernel closes the pipe when the daemon has ended, also by SIGKILL, but not while the daemon is stopped or hangs in a call. Before each
+heartbeat the daemon writes a line: the heartbeat's name, and the name it gets if the daemon dies now. The daemon never waits for this
+process, so a hanging mount does not block it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING or __name__ != "__main__":
 
 
 class Epitaph:
-    """The daemon's side. Without the process, the others learn of a death by its silence."""
+    """The daemon's side. If the helper is missing, the others detect a death by missing heartbeats."""
 
     def __init__(self) -> None:
         """Raises OSError."""
@@ -32,7 +32,7 @@ class Epitaph:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             cwd="/",
-            # A Ctrl-C in the terminal is the daemon's.
+            # A Ctrl-C in the terminal must reach only the daemon.
             start_new_session=True,
         )
         assert self._process.stdin is not None
@@ -41,24 +41,24 @@ class Epitaph:
 
     def note(self, name: Path, if_killed: Path) -> None:
         """Called before the heartbeat `name` is written."""
-        # ValueError: this daemon ends.
+        # ValueError: the pipe is closed, because this daemon is ending.
         with contextlib.suppress(OSError, ValueError):
             self._pipe.write(b"%b\0%b\n" % (os.fsencode(name), os.fsencode(if_killed)))
 
     def close(self) -> None:
-        """The daemon has said itself how it ended."""
+        """Stop the helper, because the daemon has reported its own end."""
         self._process.kill()
         self._process.communicate()
 
 
 def main() -> int:
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        # A guard above the daemon asks all that a killed daemon left to end, and gives it a moment.
+        # A guard above the daemon sends SIGTERM to the processes that a killed daemon left. This one must finish its work first.
         signal.signal(number, signal.SIG_IGN)
     lines: list[bytes] = []
     while data := os.read(0, 1 << 16):
         lines = [*lines, *data.splitlines()][-2:]
-    # The last heartbeat may not have been written any more, and then the one before is there.
+    # If the daemon died before it wrote the last heartbeat, the one before it is there.
     for line in reversed(lines):
         name, _, new = line.partition(b"\0")
         try:

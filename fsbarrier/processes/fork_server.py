@@ -4,12 +4,12 @@
          |`------------------ lifeline --------------'                            |
          `-------------------- messages -----------------------------------------'
 
-* The fork server has one thread and no event loop, so that a fork copies nothing that only another thread could finish.
+* The fork server has one thread and no event loop, so a fork never copies a lock that another thread holds.
 * Each job is below a guard (guard.py), as every program is: it kills all that the job has started when the job ends, when our program
   closes the lifeline, and when our program or the fork server dies.
 
-Over the control socket go the descriptors of each job's lifeline and messages; back comes "ready ABOUT" or "refused WHY" once. Over a
-lifeline come "started" or "failed ERRNO", and "ended EXITCODE".
+Our program sends the descriptors of each job's lifeline and messages over the control socket. The server replies once, "ready ABOUT" or
+"refused WHY". A guard reports "started" or "failed ERRNO" over its lifeline, and then "ended EXITCODE".
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class Messages:
         return cls(*await asyncio.open_unix_connection(sock=connection))
 
     async def send(self, value: object) -> None:
-        """Does nothing if the other end has gone. Raises ValueError for a message that is too long."""
+        """Send a message, or do nothing if the other end has gone. Raises ValueError if it is too long."""
         try:
             data = msgspec.json.encode(value)
         except UnicodeEncodeError:
-            # Half of a surrogate pair, which no UTF-8 can hold, as an escape.
+            # UTF-8 cannot encode half of a surrogate pair, so it is written as an escape.
             data = json.dumps(msgspec.to_builtins(value)).encode()
         if len(data) > MAX_MESSAGE:
             raise ValueError(f"a message of more than {MAX_MESSAGE >> 20} MiB")
@@ -76,14 +76,14 @@ class Messages:
             return json.loads(data)
 
     def close(self) -> None:
-        """What has not been sent yet is lost."""
+        """Close this end. Data that has not been sent yet is lost."""
         self._writer.transport.abort()
 
 
 class Job(Messages):
     """A process that does one job."""
 
-    #: its exit code, once nothing of it is left
+    #: its exit code, once all its processes are gone
     ended: asyncio.Task[int]
     lifeline: asyncio.StreamWriter
 
@@ -105,7 +105,7 @@ class ForkServer:
     def __init__(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
         """Start a server, which need not be ready yet. `argv`: a command that calls `serve`; its last argument, added here, is the number
         of its descriptor. Raises OSError."""
-        # Each job takes two descriptors; most systems allow 1024, until somebody asks for more.
+        # Each job takes two descriptors. Most systems allow 1024 by default, and more on request.
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -116,7 +116,7 @@ class ForkServer:
                 env=env,
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                # A signal to our program's group is our program's: it may want to end its jobs in order.
+                # Signals to our program's group must not reach the server, so that our program can end its jobs in order.
                 start_new_session=True,
             )
         self._one_at_a_time = asyncio.Lock()
@@ -142,7 +142,7 @@ class ForkServer:
 
     @contextlib.asynccontextmanager
     async def job(self) -> AsyncIterator[Job]:
-        """A process for one job; nothing of it is left after this block. Raises ProgramFailed if it cannot be started."""
+        """A process for one job; it and its descendants are gone after this block. Raises ProgramFailed if it cannot be started."""
         (messages, its_messages), (lifeline, its_lifeline) = socket.socketpair(), socket.socketpair()
         job = await Job.over(messages)
         reports, job.lifeline = await asyncio.open_unix_connection(sock=lifeline)
@@ -150,7 +150,7 @@ class ForkServer:
         job.ended = asyncio.create_task(_hear(reports, started))
         try:
             async with self._one_at_a_time:
-                # Where the server has died, the lifeline ends.
+                # If the server has died, this fails, and the closed lifeline reports it.
                 with its_messages, its_lifeline, contextlib.suppress(OSError):
                     fds = [its_lifeline.fileno(), its_messages.fileno()]
                     socket.send_fds(self._control, [b"start"], fds)
@@ -161,7 +161,7 @@ class ForkServer:
                 raise ProgramFailed(f"cannot start a process for a job: {os.strerror(int(report[1]))}")
             yield job
         finally:
-            # One that was cancelled before it was its turn has these still, and its lifeline would never end.
+            # If the task was cancelled before it sent these, they are still open here, and the lifeline would never end.
             its_messages.close()
             its_lifeline.close()
             job.close()
@@ -178,7 +178,7 @@ class ForkServer:
 async def _hear(reports: asyncio.StreamReader, started: asyncio.Future[bytes]) -> int:
     """The reports of a job's guard; returns the job's exit code."""
     first, last = await _line(reports), b""
-    # Nobody waits any more for a job that was cancelled.
+    # After a cancellation `started` is done already.
     if not started.done():
         started.set_result(first)
     if first.startswith(b"started"):
@@ -205,7 +205,7 @@ def serve(control: socket.socket, load: Callable[[], tuple[Work, object]]) -> No
     `load` loads the user's code, and returns what does a job, given the job's socket, and what our program has to know about the code (a
     value of JSON's types). This process must have one thread.
     """
-    # Also so that ctypes is loaded once.
+    # Calling it here also loads ctypes once, before any fork.
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     try:
         work, about = load()
@@ -213,7 +213,7 @@ def serve(control: socket.socket, load: Callable[[], tuple[Work, object]]) -> No
         _report(control.fileno(), f"refused {error}"[:MAX_REPORT])
         return
     _report(control.fileno(), f"ready {json.dumps(about)}")
-    # What is there already is never garbage: a collection in a job would only copy the pages on which it lies.
+    # Existing objects are never garbage. Without the freeze, a collection in a job would touch them and copy their pages.
     gc.collect()
     gc.freeze()
     # The kernel reaps the guards.
@@ -251,7 +251,7 @@ def _guard(lifeline: int, messages: int, server: int, work: Work) -> NoReturn:
             os.close(lifeline)
             _do(work, messages, me)
         os.close(messages)
-        # Its stack says nothing about the job.
+        # The guard ignores `fsbarrier debug`, because its stack says nothing about the job.
         signal.signal(SIGNAL, signal.SIG_IGN)
         _report(lifeline, "started\n")
         _report(lifeline, f"ended {guard.watch(pid)}\n")
@@ -266,7 +266,7 @@ def _do(work: Work, messages: int, guard: int) -> NoReturn:
     code = 1
     try:
         become_main(guard, (signal.SIGCHLD, *ENDING))
-        # Their random numbers would be the same in every job; Python's own are not.
+        # Reseed numpy's generator, which would be the same in every job. Python reseeds its own after a fork.
         if numpy := sys.modules.get("numpy"):
             numpy.random.seed()
         if torch := sys.modules.get("torch"):
@@ -276,7 +276,7 @@ def _do(work: Work, messages: int, guard: int) -> NoReturn:
         sys.stdout.flush()
         code = 0
     except BaseException as error:
-        # As for any program, and nothing of what this process has copied is cleaned up.
+        # Print the traceback as Python does, and exit without cleaning up what this process copied from its parent.
         sys.excepthook(type(error), error, error.__traceback__)
     finally:
         sys.stderr.flush()

@@ -53,9 +53,9 @@ CLONE_NEWUSER, CLONE_NEWNET, IFF_UP, SIOCSIFFLAGS = 0x10000000, 0x40000000, 1, 0
 # linux/prctl.h
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
-# The argument that gives the program a network of its own.
+# The argument that gives the program its own network namespace.
 PRIVATE = "private"
-# The only argument of a process that tries whether there can be one.
+# The only argument of a process that checks whether this host allows one.
 PROBE = "probe"
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -184,7 +184,7 @@ def program_environment() -> dict[bytes, bytes]:
     os.close(fd)
     pairs = (entry.partition(b"=") for entry in data.split(b"\0") if entry)
     env = {name: value for name, _, value in pairs}
-    # Without the second one, a process that sets its title, as vLLM's do, would overwrite its environment in /proc.
+    # Without SPT_NOENV, a process that sets its title, as vLLM's do, would overwrite its environment in /proc.
     return {**env, GUARD_VARIABLE.encode(): own_name().encode(), b"SPT_NOENV": b"1"}
 
 
@@ -235,7 +235,7 @@ def start_main(cwd: str, private: bool, argv: list[str], env: dict[bytes, bytes]
         stage = "prepare"
         try:
             if private:
-                # Where it cannot be had, the start of the run has said so (private_network.py).
+                # If this host does not allow it, the run warned about that at its start (private_network.py).
                 try:
                     enter_private_network()
                 except OSError as error:

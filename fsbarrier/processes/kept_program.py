@@ -61,7 +61,7 @@ class KeptProgram:
             raise
 
     def give(self, spec: Path) -> None:
-        """Send the next job, after all processes have finished the last one. If the program has ended, `wait` reports it."""
+        """Send the next job. All processes must have finished the last one. If the program has ended, `wait` reports that."""
         self._heard = b""
         for connection in self._connections:
             try:

@@ -1,7 +1,7 @@
 """Finds in the log of a failed program the line that says why it failed. Pure.
 
-A log ends with what came last, not with what went wrong: below the line that counts there may be torchrun's summary, errors of
-processes that only noticed the end of another one, and the farewell of a server.
+The last line of a log is often not the cause of a failure: below the cause there may be torchrun's summary, errors of processes that only
+noticed the end of another one, and a server's shutdown messages.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ MOST_CHARACTERS = 300
 _PREFIX = re.compile(r"^(?:\(\w+ pid=\d+\) )?(?:[A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]*\] )?")
 _RANK = re.compile(r"^\[(?:rank|default)(\d+)\]: ?")
 TRACEBACK = "Traceback (most recent call last):"
-# The last line of a traceback. Any class may stand there; elsewhere its name must say that it is an error.
+# The last line of a traceback, which may name any class. On other lines, the class name must look like an error's.
 _RAISED = re.compile(r"^(?:\w+\.)*[A-Za-z_]\w*(?:: |:?$)")
 _ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|error)(?:: \S|$)")
-# Before the message with which a program of ours ends (worker_contract.py): a traceback above it was handled.
+# The prefix of the last message of our own programs (worker_contract.py). A traceback above it was handled.
 MESSAGE = "error: "
-# What argparse writes below the usage, at the end.
+# The line that argparse writes below the usage.
 _USAGE = re.compile(r"^[\w.-]+: error: \S")
-# What a dying process says for itself: Python's faulthandler, and C++.
+# The cause as Python's faulthandler and C++ print it when a process dies.
 _FATAL = re.compile(r"^(?:Fatal Python error: \S| *what\(\): +\S)")
 # Errors that only refer to another one.
 _GENERIC = re.compile(
@@ -35,7 +35,7 @@ _GENERIC = re.compile(
 _ROOT_CAUSE = "Root Cause (first observed failure):"
 _OF_ROOT = re.compile(r"^ +(rank|traceback) +: (.*)$")
 _NO_TRACEBACK = "To enable traceback see"
-# A process whose partner on another node has gone.
+# Errors of a process whose peer on another node has gone.
 _PARTNER_GONE = re.compile(
     r"lost contact with the trainer|connection (?:closed|reset) by peer|connection refused|broken pipe|ncclRemoteError"
     r"|remote process exited|DistNetworkError|DistStoreError|RendezvousConnectionError|timed out waiting",
@@ -62,7 +62,7 @@ def _shown(line: str) -> str:
 
 
 def how_it_ended(code: int) -> str:
-    """An exit code in words, as after "the program "."""
+    """Describe an exit code, to follow "the program "."""
     if code >= 0:
         return f"ended with exit code {code}"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else ""
@@ -71,7 +71,7 @@ def how_it_ended(code: int) -> str:
 
 
 def only_noticed(said: str) -> bool:
-    """Whether a program failed because a partner on another node was gone, so that the reason is there."""
+    """Whether a program failed only because its peer on another node was gone. The cause is then on that node."""
     return _PARTNER_GONE.search(said) is not None
 
 

@@ -13,7 +13,7 @@ MIB = 1024**2
 
 
 def memory_bytes() -> tuple[int, str]:
-    """The memory that this process may use, and who says so: the least of the host's, its control groups' and the Slurm job's."""
+    """The memory that this process may use, and what sets this limit: the least of the host's, its control groups' and the Slurm job's."""
     found = [(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine")]
     found += [
         (limit, str(file)) for file, limit in _limits("memory", ("memory.max", "memory.limit_in_bytes"))
@@ -24,13 +24,13 @@ def memory_bytes() -> tuple[int, str]:
 
 
 def processes_left() -> tuple[int | None, str]:
-    """How many more processes and threads this process may have, and who says so; None: as many as it likes."""
+    """How many more processes and threads this process may start, and what sets this limit; None: no limit."""
     found: list[tuple[int, str]] = []
     for file, limit in _limits("pids", ("pids.max",)):
         with contextlib.suppress(OSError, ValueError):
             found.append((max(0, limit - int(file.with_name("pids.current").read_text())), str(file)))
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    # The kernel does not hold root to it.
+    # The kernel does not apply this limit to root.
     if soft != resource.RLIM_INFINITY and os.geteuid() != 0:
         found.append((max(0, soft - _of_this_user()), "ulimit -u"))
     return min(found, default=(None, ""), key=lambda each: each[0] or 0)

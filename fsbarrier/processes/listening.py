@@ -1,9 +1,9 @@
-"""Whom the sockets let in on which fsbarrier listens. Nothing else listens but this module and rendezvous.py, which opens them.
+"""Decides which connections fsbarrier's listening sockets accept. Only this module and rendezvous.py open such sockets.
 
-Anybody can connect to a port: another user of this machine, and whoever is on the network if it is not loopback. Each connection costs a
-descriptor, and a daemon without descriptors writes no heartbeat. So connections of other users of this machine are closed before a byte of
-them is read; there are few at a time that have not said the key, each for a short time, and the oldest goes first; and all together
-leave descriptors to the rest of the process.
+Anybody can connect to a port: other users of this machine, and anyone on the network if it is not loopback. Each connection costs a
+descriptor, and a daemon without descriptors cannot write a heartbeat. So connections of other users of this machine are closed before a
+byte is read. Only a few connections without the key are kept, each for a short time, and the oldest is closed first. All connections together
+leave enough descriptors to the rest of the process.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from fsbarrier.processes.addresses import owner_of_peer
 from fsbarrier.processes.rendezvous import LOOPBACK, listen
 from fsbarrier.store.trusted_folder import user_name
 
-#: connections to one socket that have not said the key, and how long each has for that
+#: the most connections to one socket that have not sent the key, and how long each may take to send it
 MOST_WITHOUT_KEY, KEY_S = 64, 5.0
-#: how many connections are accepted before the first of them is looked at
+#: the listen backlog, which is also how many connections asyncio accepts before it handles the first of them
 AT_ONCE = 32
 #: descriptors that all connections together leave to the rest of the process
 RESERVED = 256
@@ -47,7 +47,7 @@ def on_path(path: Path) -> socket.socket:
 
 
 def stranger(peer: object, here: object) -> str:
-    """Who has connected, if that is another user of this machine; "" if it is this user, or comes from another machine.
+    """The name of the user who connected, if it is another user of this machine; "" for this user, or from another machine.
 
     `peer` and `here`: the two ends, as `getpeername` and `getsockname` give them.
     """
@@ -70,7 +70,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def same_key(said: str | bytes, key: str) -> bool:
-    """Whether somebody has said the key. How long it takes does not tell how much of it was right."""
+    """Compare keys in constant time, so that the duration does not reveal how much of a guess is right."""
     return hmac.compare_digest(
         said.encode("utf-8", "surrogatepass") if isinstance(said, str) else said, key.encode()
     )
@@ -92,14 +92,14 @@ def counted() -> Iterator[bool]:
 
 
 class HttpGate:
-    """Reads the head of each connection's first request, and lets it in if that has the key."""
+    """Reads the head of each connection's first request, and admits the connection if the head contains the key."""
 
     def __init__(self, key: str) -> None:
         self._key = key
         self._waiting: list[asyncio.StreamWriter] = []
 
     async def admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes | None:
-        """The head, which has been read; None for a connection that must be closed. Answers a wrong key with 401."""
+        """Read and return the head; None if the connection must be closed. Answers a wrong key with 401."""
         if stranger(writer.get_extra_info("peername"), writer.get_extra_info("sockname")):
             return None
         self._waiting.append(writer)

@@ -1,8 +1,8 @@
-"""Kills processes that a guard could not, because it was killed itself: by its daemon, or by this user's next start of any program.
+"""Kills processes whose guard was killed itself. The guard's daemon does this, or this user's next start of any program.
 
-Every process below a guard has the guard's name in its environment, and the kernel gives it to init when its guard dies. A process of which
-both is true is an orphan, with all below it that name the same guard; nothing else is hit, also not what a service (tmux, Slurm) was asked
-to start. A program that clears its environment is not found.
+Every process below a guard has the guard's name in its environment, and when the guard dies, the kernel makes init its parent. A process
+for which both hold is an orphan, and so are its descendants that name the same guard. Nothing else is killed, not even processes that a service
+(tmux, Slurm) started on request. A program that clears its environment is not found.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ def _orphans() -> dict[int, int]:
 
 
 def _dead_guard(pid: int, stats: dict[int, processes.Stat]) -> str:
-    """The name of this process's guard if that is dead; "" if it lives, or there is none."""
+    """The name of this process's guard if the guard is dead; "" if it is alive, or there is none."""
     variable = f"{processes.GUARD_VARIABLE}=".encode()
     # The process has ended, or is another user's.
     with contextlib.suppress(OSError, ValueError):
         entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         entry = next((entry for entry in entries if entry.startswith(variable)), b"")
-        # Root can read what belongs to others.
+        # Root can read the environment of other users' processes too.
         if entry and os.stat(f"/proc/{pid}").st_uid == os.geteuid():
             name = entry.removeprefix(variable).decode()
             scope, guard, start = name.rsplit("/", 2)
@@ -75,7 +75,7 @@ def _dead_guard(pid: int, stats: dict[int, processes.Stat]) -> str:
 
 
 def _adopts(pid: int) -> bool:
-    """Whether it is init, or a user's systemd, which takes its place."""
+    """Whether the process is init, or a user's systemd, which also adopts orphans."""
     with contextlib.suppress(OSError):
         return pid == 1 or Path(f"/proc/{pid}/comm").read_text() == "systemd\n"
     return False

@@ -1,7 +1,6 @@
-"""Whether programs of this host can have a network of their own, and whether there are other users from whom it would keep them.
+"""Checks whether this host allows private networks for programs, and whether it has other users from whom they would protect.
 
-A program with a network of its own is in a network namespace with nothing but a loopback, which needs no root where user namespaces are
-allowed. guard.py makes it.
+A private network is a network namespace with only a loopback. It needs no root if user namespaces are allowed. guard.py makes it.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from pathlib import Path
 
 from fsbarrier.processes import guard
 
-#: user ids that people have: below are the system's own, above are those that stand for nobody
+#: user ids of people; lower ones are the system's, and higher ones include `nobody`
 PEOPLE = range(1000, 65_000)
 PROBE_S = 30.0
 NO_LOGIN = ("nologin", "false", "sync")
 
 
 def why_not() -> str:
-    """Why this host gives programs no network of their own; "" if it does."""
+    """Why this host does not allow private networks; "" if it does."""
     try:
         done = subprocess.run(
             [sys.executable, "-I", "-S", guard.__file__, guard.PROBE],

@@ -1,4 +1,4 @@
-"""Signal handlers."""
+"""Handlers for the signals that end a program."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(SystemExit):
-    """A signal asked this process to end. It ends with the usual exit code, unless somebody catches this."""
+    """A signal asked this process to end. Unless this is caught, the process exits with the usual code."""
 
     code: int
 
@@ -23,7 +23,7 @@ def end(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def end_once(number: int, frame: FrameType | None) -> NoReturn:
-    """As `end`; later signals are ignored, so that whoever waits for nodes to stop is not interrupted."""
+    """Do the same as `end`, but ignore later signals, so that a program can wait for its nodes to stop."""
     for each in ENDING:
         signal.signal(each, signal.SIG_IGN)
     end(number, frame)

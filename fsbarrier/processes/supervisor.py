@@ -58,7 +58,7 @@ class Child:
     """
 
     def __init__(self, name: str, log_file: Path, log_start: int) -> None:
-        """For `start` alone."""
+        """Only `start` calls this."""
         self.name = name
         self.log_file = log_file
         self.pid = 0
@@ -66,14 +66,14 @@ class Child:
         # Where in the log this start's output begins.
         self._log_start = log_start
         self._lock = threading.RLock()
-        # The guard, our end of the socket to it, and what came of a line that is not complete yet.
+        # The guard, our end of the socket to it, and the received part of an incomplete line.
         self._guard: subprocess.Popen[bytes]
         self._socket: socket.socket
         self._received = b""
-        # What the guard reported: the exit code, or errno and stage of a start that failed.
+        # The guard's report: the exit code, or errno and stage of a failed start.
         self._reported_code: int | None = None
         self._start_failure: tuple[int, str] | None = None
-        # The exit code once nothing of the tree is left.
+        # The exit code once the whole process tree is gone.
         self._exit_code: int | None = None
 
     @classmethod
@@ -100,7 +100,7 @@ class Child:
             raise ValueError(f"empty command: {list(argv)!r}")
         log_fd, log_start = _open_log(log_file, name, argv)
         child = cls(name, log_file, log_start)
-        # Both are close-on-exec: a copy of ours in another program would hide our death.
+        # Both are close-on-exec: if another program had a copy of our end, the guard would not notice our death.
         child._socket, theirs = socket.socketpair()
         try:
             child._guard = subprocess.Popen(
@@ -205,7 +205,7 @@ class Child:
         self._socket.setblocking(False)
         while not self.pid and self._start_failure is None and self._exit_code is None:
             if time.monotonic() >= deadline:
-                # The kernel ends a program that it may have started.
+                # If the guard has started the program already, the kernel ends it with the guard.
                 self._socket.close()
                 self._guard.kill()
                 with contextlib.suppress(subprocess.TimeoutExpired):

@@ -179,7 +179,7 @@ def run_worker(main: Main, stays: Callable[[], bool] = lambda: False) -> int:
 
 
 def _say(message: str) -> None:
-    """The log is in the shared directory too."""
+    """Print the last message of a program. The log may be unwritable, since it is in the shared directory too."""
     with contextlib.suppress(OSError):
         print(f"{last_words.MESSAGE}{message}", file=sys.stderr, flush=True)
 

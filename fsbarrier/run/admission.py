@@ -1,7 +1,7 @@
 """Checks whether the nodes of a session fit together and are large enough for the run, by their fingerprints.
 
-Each node does this once in each era, before its first work (run/job_runner.py), so before anything is loaded. All come to the same result:
-what cannot work ends a session that starts, and of risks the leader tells the journal.
+Each node does this once in each era, before its first work (run/job_runner.py), so before anything is loaded. All nodes get the same
+result. If the run cannot work like this, a session that starts is refused. The leader logs risks to the journal.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fsbarrier.settings.placement import ROLES, Ranges, consecutive
 from fsbarrier.settings.sections import FrozenEngineSettings, ServerSettings, Settings
 from fsbarrier.store.reading import GIB
 
-# The driver itself may use this much of an accelerator.
+# Memory in use up to this size is attributed to the driver, not to other programs.
 IN_USE_BY_NOBODY = GIB
 
 Nodes = Mapping[int, Fingerprint]
@@ -29,7 +29,7 @@ Nodes = Mapping[int, Fingerprint]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is wrong, and the values on the nodes (`found`). `refused`: the run cannot work like this; else it is a risk."""
+    """A problem, and the values on the nodes (`found`). `refused`: the run cannot work like this; otherwise it is a risk."""
 
     refused: bool
     what: str
@@ -40,7 +40,7 @@ class Problem:
 
 
 def problems(context: Context) -> list[Problem]:
-    """What is wrong with the nodes of a generation."""
+    """Find the problems of a generation's nodes."""
     nodes = {
         member.rank: Fingerprint.of(join.fingerprint)
         for member in context.members
@@ -77,7 +77,7 @@ def check_nodes(
 
 
 def _missing_accelerators(nodes: Nodes, hosts: Mapping[int, str], settings: Settings) -> Iterator[Problem]:
-    """`--expect-gpus`: the nodes that lack some, if all should have equally many."""
+    """`--expect-gpus`: name the nodes that have fewer accelerators than an equal share."""
     expected, present = settings.expect_gpus, sum(len(node.accelerators) for node in nodes.values())
     if expected is None or present >= expected:
         return
@@ -93,7 +93,7 @@ def _missing_accelerators(nodes: Nodes, hosts: Mapping[int, str], settings: Sett
 
 
 def _misplaced(nodes: Nodes, settings: Settings) -> Iterator[Problem]:
-    """`placement.*`: ranges that the nodes' accelerators do not have, or leave over."""
+    """`placement.*`: find ranges beyond the nodes' accelerators, roles that overlap, and accelerators or nodes without a role."""
     placed = {f"{name}={text}": Ranges.parse(text) for name, text in settings.placed.items()}
     counts = {rank: len(node.accelerators) for rank, node in nodes.items()}
     per_node, num_nodes = max(counts.values(), default=0), settings.num_nodes
@@ -154,7 +154,7 @@ def _held(placed: str, nodes: Nodes) -> Mapping[int, Sequence[int]]:
 
 
 def _training_processes(nodes: Nodes, settings: Settings) -> Iterator[Problem]:
-    """Processes of the built-in trainer that have no accelerator, and `trainer.shard=node` where nodes have nothing to shard."""
+    """Find processes of the built-in trainer without an accelerator, and `trainer.shard=node` on nodes that cannot shard."""
     trainer = settings.trainer
     if trainer.command is not None:
         return
@@ -172,7 +172,7 @@ def _training_processes(nodes: Nodes, settings: Settings) -> Iterator[Problem]:
 
 
 def _crowded(nodes: Nodes, settings: Settings) -> Iterator[Problem]:
-    """Engines: those that do not fit on their accelerators or share one with too many, and frozen ones that sleep when they are needed."""
+    """Find engines that do not fit on their accelerators, or share one with too many, or sleep for the trainer when rollouts need them."""
     update = _held(settings.placement.update, nodes)
     shares: dict[tuple[int, int], dict[str, float]] = {}
     engines: dict[str, ServerSettings] = {"engine": settings.engine} if settings.manages_engine else {}

@@ -26,7 +26,7 @@ class ContextMaker:
 
     def __call__(self, node: Node) -> Context:
         host, (generation, position) = self.workplace.host, node.place
-        # Not those that the run was made with: a session may go on to a later iteration.
+        # Use the generation's last iteration, not the one given when the run was made: a later session may go further.
         choices = {**generation.choices, "iterations": generation.until}
         settings = replace(in_force(self.record.settings, generation.settings), **choices)
         return Context(

@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from fsbarrier.engine.frozen import FrozenEngine
     from fsbarrier.engine.replicas import Replicas
 
-# How long the last heartbeat and the last console lines may take if a filesystem or a terminal hangs.
+# How long the end of the daemon waits for the last heartbeat and the last console lines, since a filesystem or a terminal may hang.
 LAST_WORDS_S = 1.0
 # A start that waits for other nodes names them after this time, and then every minute.
 SAY_AWAITED_S, SAY_AGAIN_S = 5.0, 60.0
@@ -84,7 +84,7 @@ def starting(record: RunRecord) -> Iterator[None]:
 
 
 class Daemon:
-    """One process of one node. After the others went on without it, it rejoins as its next incarnation."""
+    """The daemon process of one node. If the other nodes went on without it, it rejoins as its next incarnation."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Daemon:
         """Read the run directory and create everything that this node needs. `choices`, `stated`, `until`: see Join. `weights`: this node's
         copy of the newest weights; None: its engines read the run directory. Raises OSError; UsageError if it has too few accelerators.
 
-        What this process reads of the run's settings never changes. Work has those of its generation (`ContextMaker`).
+        This process keeps the settings that it read at its start. Each work gets those of its generation (`ContextMaker`).
         """
         self.record, self.settings = record, record.settings
         settings = record.settings
@@ -226,7 +226,7 @@ class Daemon:
             waited_s, up_to_s = now - self.loop.node.since, JOIN_TIMEOUT_S
             seen = self.loop.observer.ledger.seen.values()
             heard = any(news.moved and news.beat.rank != self.loop.node.rank for news in seen)
-            # A mount that shows nothing of the others looks like nodes that were not started.
+            # If this mount shows no file of another node, the mount may be wrong, though the nodes run.
             why = (
                 ""
                 if heard
@@ -298,7 +298,7 @@ class Daemon:
         """Close what is still open after the last heartbeat."""
         self._waiting.close()
         self._epitaph.close()
-        # This may fail too; the exit code is decided already.
+        # A failure here must not change the exit code, which is decided already.
         with contextlib.suppress(OSError):
             self.events.close()
 
@@ -360,7 +360,7 @@ def make_frozen(
         holders = Ranges.parse(own_settings.placement or ALL).holders(nodes, len(devices))
         if rank not in holders and rank < settings.num_nodes:
             continue
-        # Beyond this machine only where a node that rolls out has no server of its own.
+        # Listen beyond loopback only if some node that rolls out has no server of its own.
         addresses = LOOPBACK if samplers.keys() <= holders.keys() else candidate_addresses()
         replicas = Replicas(
             own_settings,

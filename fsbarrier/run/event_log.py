@@ -34,7 +34,7 @@ class EventLog:
         self._log = files.open_append(log_file)
         self._journal: Journal | None = None
         self._row_entered = time.monotonic()
-        # When the work in this row was done, and how long its parts took; None: it is not done, or there is none.
+        # When the work in this row was done, and how long its parts took; None: it is not done, or the row has no work.
         self._worked: tuple[float, PhaseTime] | None = None
         self._last_node: Node | None = None
         self.console = Console()
@@ -44,11 +44,11 @@ class EventLog:
         self._notifier = Notifier(command, log_file.with_name("notify.log"), about) if command else None
 
     def write_stacks_on_signal(self) -> None:
-        """On the signal of `fsbarrier debug`, the stacks of all threads of this process go to the log file."""
+        """Make the signal of `fsbarrier debug` write the stacks of all threads of this process to the log file."""
         register_daemon(self._log)
 
     def note_work(self, work: PhaseTime) -> None:
-        """The node's work in its row is done now. The row's end tells of it."""
+        """Remember that the node's work in its row is done now, for the event at the row's end."""
         self._worked = time.monotonic(), work
 
     def write(self, event: str, node: Node, fields: Payload) -> None:
@@ -104,7 +104,7 @@ class EventLog:
         done_at, work = self._worked
         after_s, row = now - done_at, self._rules.row(node.position, node.generation)
         if row.each is not None and row.leader is not None and node.generation.leader == node.rank:
-            # Between its two pieces of work the leader waits for all others.
+            # The leader works twice in a row, and waits for all other nodes in between.
             return {**row_fields, **work.within(seconds).fields(), "waited_s": round(after_s, DIGITS)}
         daemon_s = max(0.0, seconds - work.seconds - after_s)
         work = replace(work, work_s=work.work_s + daemon_s)

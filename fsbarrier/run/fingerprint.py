@@ -52,7 +52,7 @@ class Fingerprint:
 
     @classmethod
     def of(cls, fields: Payload) -> Self:
-        """From another node's join record, whose version may have fewer or more fields."""
+        """Read another node's join record. Its version of fsbarrier may have fewer or more fields."""
         return cls(**{name: fields[name] for name in cls.__slots__ if name in fields})
 
     def as_json(self) -> JsonObject:

@@ -40,11 +40,11 @@ T = TypeVar("T")
 
 
 class NodeUnfit(StoreError):
-    """This node cannot begin any work; another could."""
+    """This node cannot do any work, but another node may be able to."""
 
 
 class Cancelled(Exception):
-    """The job was cancelled, and nobody waits for its report."""
+    """The job was cancelled, so its report is not needed."""
 
 
 class InBackground(Protocol):
@@ -56,8 +56,7 @@ class InBackground(Protocol):
 
 
 class Surroundings:
-    """What a node's work uses of its host: the clock, threads, processes, the network, and what this host's mount shows. The simulator has
-    others."""
+    """The parts of a host that a node's work uses: clock, threads, processes, network, and mounted files. The simulator replaces them."""
 
     def now(self) -> float:
         """The monotonic clock."""
@@ -86,7 +85,7 @@ class Surroundings:
         return Child.start(argv, env=env, log_file=log_file, name=name, pass_fds=pass_fds)
 
     def keep(self, name: str, processes: int, path: Path) -> KeptProgram:
-        """A program whose processes stay, not started yet. Raises OSError."""
+        """Make a program whose processes stay between jobs, without starting it. Raises OSError."""
         return KeptProgram(name, processes, path)
 
     def listen(self, addresses: Sequence[str]) -> list[socket.socket]:
@@ -106,7 +105,7 @@ class Surroundings:
         return claims_unsafe(log_path)
 
     def parts_on_disk(self, paths: RunPaths, split: str, iteration: int) -> tuple[PartOnDisk, ...]:
-        """The part files of one iteration and their durable groups, by name (oldest generation first within a rank)."""
+        """List the part files of one iteration, with their durable groups, by name (oldest generation first within a rank)."""
         parts, folder = [], paths.trajectories(split)
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():
             part = PART.parse(path.name)
@@ -139,13 +138,13 @@ class RowJob:
     progress: Payload = field(default_factory=dict)
     # The running program's progress file.
     progress_file: Path | None = None
-    # What the thread does in the shared directory; "" while a program or the engine works, which have their own timeouts.
+    # What the thread is doing in the shared directory; "" while it runs a program or an engine, since these have their own timeouts.
     doing: str = ""
     # When the thread last made progress there.
     alive_at: float = 0.0
-    # What happened, as lines for the journal.
+    # The job's events, as lines for the journal.
     events: list[Payload] = field(default_factory=list)
-    # How long programs and engines needed for what (`journal.TIMES`), in seconds.
+    # The time that programs and engines spent, by purpose (`journal.TIMES`), in seconds.
     times: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
@@ -168,7 +167,7 @@ class RowJob:
             raise Cancelled
 
     def add_times(self, told: Payload) -> None:
-        """Add the times that a program or an engine tells."""
+        """Add the times that a program or an engine reported."""
         for name in TIMES & told.keys():
             self.times[name] = self.times.get(name, 0.0) + (number(told, name) or 0.0)
 
@@ -189,7 +188,7 @@ class Workplace:
     log_path: Path
     # This node's accelerators, in the order of their numbers.
     devices: Sequence[Accelerator] = field(default=(), kw_only=True)
-    # The node ends a program that shows no sign of life for this long.
+    # The node ends a program whose progress file and log do not change for this long.
     stall_timeout_s: float
     # The frozen engines that may have servers here, by name.
     frozen: Mapping[str, FrozenEngine] = field(default_factory=dict)
@@ -197,16 +196,16 @@ class Workplace:
     outage_s: float = OUTAGE_S
     # How long a program may take to end after SIGTERM, before it is killed.
     grace_s: float = 2.0
-    # From `Node.listen`: held until the program of the update takes them over.
+    # The sockets that `Node.listen` opened, held until the update's program takes them over.
     rendezvous: list[socket.socket] = field(default_factory=list)
     # The last model folder that was compared with its manifest.
     checked_model: Path | None = None
     # This node's copy of the newest weights, if it has a place for one.
     weights: WeightsCopy | None = None
     programs_started: int = 0
-    # The programs whose processes do one job after the other, by name (`Launch.resident`).
+    # The programs whose processes stay between jobs, by name (`Launch.resident`).
     residents: dict[str, KeptProgram] = field(default_factory=dict)
-    # The era (`Generation.era`) for which the trainer stays.
+    # The era (`Generation.era`) in which the resident trainer may be used.
     era: int = 0
     host: Surroundings = field(default_factory=Surroundings)
 
@@ -223,7 +222,7 @@ class Workplace:
         return self.own_engines.none_left() or next(failures, "")
 
     def patiently(self, job: RowJob, ask: Callable[[], T]) -> T:
-        """As `retried`; a simulated node takes its time before."""
+        """Call `retried`. The simulator overrides this to add a delay."""
         return self.retried(job, ask)
 
     def retried(self, job: RowJob, ask: Callable[[], T]) -> T:
@@ -245,7 +244,7 @@ class Workplace:
             raise
 
     def resident_name(self, era: int) -> str:
-        """The name of the trainer that stays, if it is of this era and alive. Any other is ended. Raises ProgramFailed."""
+        """The name of the resident trainer if it is alive and of this era, else "". Ends any other trainer. Raises ProgramFailed."""
         trainer = self.residents.get(TRAINER)
         if trainer is not None and (era != self.era or not trainer.alive):
             self.end_resident(TRAINER)
@@ -253,18 +252,18 @@ class Workplace:
         return self.residents[TRAINER].name if TRAINER in self.residents else ""
 
     def end_resident(self, name: str) -> None:
-        """Returns when all its processes have ended. Raises ProgramFailed."""
+        """End a resident program; returns when all its processes have ended. Raises ProgramFailed."""
         resident = self.residents.pop(name, None)
         if resident is not None:
             resident.stop(self.grace_s)
 
     def end_residents(self) -> None:
-        """End everything that stays between jobs. Raises ProgramFailed."""
+        """End all resident programs. Raises ProgramFailed."""
         for name in list(self.residents):
             self.end_resident(name)
 
     def close_rendezvous(self) -> None:
-        """Give up the port of an update whose program does not take it over, or has it now."""
+        """Close our sockets of an update's port: its program has its own by now, or does not use them."""
         while self.rendezvous:
             self.rendezvous.pop().close()
 

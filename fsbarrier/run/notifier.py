@@ -24,7 +24,7 @@ from fsbarrier.store.printable import without_passwords
 COMMAND_S = 60.0
 #: how long the end of a node waits for its last notifications
 LAST_S = 10.0
-# Linux limits an environment variable to 128 KiB. Of an event that is too long only the name is told.
+# Linux limits an environment variable to 128 KiB. If an event is too long, only its name is passed on.
 MOST_BYTES = 100_000
 # The event is in the command's standard input and in its environment.
 _GIVE = 'printf "%s\\n" "$FSBARRIER_EVENT" | "$@"'

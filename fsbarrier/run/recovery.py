@@ -68,14 +68,14 @@ def _images_not_whole(folder: Path, split: str, listed: Iterable[FoundFile]) -> 
 
 
 def _trajectories(item: FoundFile) -> Iterator[Trajectory]:
-    """Those that can be read of a rank's file, and those of a merged file."""
+    """The readable trajectories of a rank's file, or those of a merged file."""
     if item.file is None:
         return iter_trajectories(item.path)
     return chain.from_iterable(read_trajectories(item.path, group) for group in item.file.groups)
 
 
 def iterations(log_path: Path) -> list[int]:
-    """The iterations of which there are trajectories. Raises OSError."""
+    """The iterations that have trajectories on disk. Raises OSError."""
     folders = [RunPaths(log_path).trajectories(split) for split in SPLITS]
     names = [path.name for folder in folders if folder.is_dir() for path in folder.iterdir()]
     return sorted({found.iteration for name in names if (found := parse_trajectories(name)) is not None})

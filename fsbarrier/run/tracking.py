@@ -58,7 +58,7 @@ class TrackerProgram:
         else:
             return
         if self._settings is not None:
-            # A failure here must not end the run. The next iteration tells this one too.
+            # A failure here must not end the run. This iteration is sent with the next one.
             try:
                 self._send(self._settings)
             except (ProgramFailed, StoreError, OSError) as error:
@@ -75,7 +75,7 @@ class TrackerProgram:
         self._end(self._last_s)
 
     def _send(self, settings: Settings) -> None:
-        """Tell the program the last finished iteration; start it if it does not run. Raises StartFailed, StoreError, OSError."""
+        """Send the program the last finished iteration; start it if it does not run. Raises StartFailed, StoreError, OSError."""
         if self._child is not None and (code := self._child.poll()) is not None:
             said = " | ".join(self._child.last_log_lines(2))
             self._trouble(f"the program ended with exit code {code}: {said}")

@@ -1,5 +1,6 @@
-"""Finds the folder from which a node's engines load a policy version, and verifies it against the version's manifest; also while a
-program runs (`InFlight`).
+"""Finds the folder from which a node's engines load a policy version, and verifies it against the version's manifest.
+
+`InFlight` does this for new weights while a program runs.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ LOOK_S = 1.0
 def checked_weights(
     model: Path, job: RowJob, workplace: Workplace, policy: str = ""
 ) -> tuple[Path, list[JsonObject]]:
-    """The folder to load: the node's own copy of the policy in `model`, else `model` itself; and lines for the journal. The files are
-    verified once a version.
+    """The folder to load (this node's own copy of the policy in `model`, else `model` itself), and lines for the journal. Each version's
+    files are verified once.
 
-    `policy`: the published identity, which is compared with the folder's each time. The run's first model, and a user's model folder,
-    have no manifest. Raises ProgramFailed, Cancelled.
+    `policy`: the published identity, which is compared with the folder's each time. The run's first model and a user's model folder have no
+    manifest, so they are not verified. Raises ProgramFailed, Cancelled.
     """
     copies, version = workplace.weights, model.parent.name
     with job.using_directory(f"checking {version}"):
@@ -49,7 +50,7 @@ def checked_weights(
         if copies is not None:
             why_not = workplace.patiently(job, partial(copies.confirm, model, job.live_on))
         if copies is None or why_not:
-            # The engines will then find it in the page cache.
+            # Reading the files here also brings them into the page cache for the engines.
             workplace.patiently(job, partial(_check_all, model, job))
             workplace.checked_model = model
     folder = model if copies is None else copies.nearest(model)
@@ -65,9 +66,10 @@ def checked_weights(
 def known_logprobs(
     model: Path, job: RowJob, workplace: Workplace, settings: Settings
 ) -> KnownLogprobs | None:
-    """What engines must compute with the weights in `model`; None if it is no published version, or its trainer wrote none.
+    """The log-probabilities that engines must reproduce with the weights in `model`; None if it is no published version, or its trainer
+    wrote none.
 
-    A limit that the user has set since then holds for this comparison too. Raises ProgramFailed, Cancelled.
+    The user's present limit, if one is set, replaces the recorded one. Raises ProgramFailed, Cancelled.
     """
     version, limit = model.parent, settings.algorithm.max_logprob_gap
     with job.using_directory(f"reading what {version.name} computes"):
@@ -107,13 +109,13 @@ def ready_lines(infos: Sequence[EngineInfo], **more: object) -> list[Payload]:
 
 @dataclass
 class InFlight:
-    """Looks now and then, while a program runs, whether a policy version is complete, and then has this node's engines take it."""
+    """While a program runs, checks now and then whether a policy version is complete, and then loads it into this node's engines."""
 
     weights: Weights
     job: RowJob
     workplace: Workplace
     settings: Settings
-    # When to look again; never once they have taken it.
+    # The time of the next check; infinite once the engines have the version.
     next_look: float = 0.0
 
     def look(self) -> None:

@@ -42,7 +42,7 @@ class ProgramRun:
     """One program of a row, from its start to its end. `in_flight`, `calls_engines`: as in `Node.run`."""
 
     launch: Launch
-    #: what the program is told; the run's settings and the paths of its files are added
+    #: the program's own part of its spec; the run's settings and the paths of its files are added
     spec: Payload
     context: Context
     job: RowJob
@@ -55,9 +55,9 @@ class ProgramRun:
     def run(self) -> JsonObject:
         """Run the program to its end; returns its result. Raises ProgramFailed, StartFailed, NodeUnfit, Cancelled.
 
-        While the shared directory fails, the program is started again, and continues where it was, for `outage_s`. Then this node is
-        unfit, and not the program. The programs of an update belong together: torchrun fails with 1, so their failure is one of the
-        attempt.
+        While the shared directory fails, the program is started again for up to `outage_s`, and continues where it was. After that
+        NodeUnfit blames this node, not the program. The programs of an update belong together and are not restarted: torchrun exits with 1,
+        so their failure is a failure of the attempt.
         """
         job, workplace, context = self.job, self.workplace, self.context
         job.stop_if_cancelled()
@@ -87,7 +87,7 @@ class ProgramRun:
         return result
 
     def _once(self) -> JsonObject:
-        """Raises DirectoryFailed, and as `run`."""
+        """Run the program once. Raises DirectoryFailed, and the errors of `run`."""
         launch, workplace = self.launch, self.workplace
         if not launch.listens:
             workplace.close_rendezvous()
@@ -107,7 +107,7 @@ class ProgramRun:
             if code == NOT_PERMITTED and ours:
                 raise StoreError(f"{why}{log}")
             if code == StoreError.exit_code and ours:
-                # Perhaps not even its log could be written.
+                # Name the directory here, because the program may not have been able to write its log.
                 raise DirectoryFailed(f"{why}; {workplace.log_path} fails or is full{log}")
             raise ProgramFailed(f"{why}{log}")
         result = read_result(files.result, name) if self.reports else {}
@@ -115,7 +115,7 @@ class ProgramRun:
         return result
 
     def _written(self) -> WorkerFiles:
-        """The program's files, of which the spec is written. Raises NodeUnfit."""
+        """The paths of the program's files; writes the spec. Raises NodeUnfit."""
         launch, workplace = self.launch, self.workplace
         workplace.programs_started += 1
         files = WorkerFiles(workplace.work_dir / f"job-{workplace.programs_started:05d}")
@@ -174,13 +174,13 @@ class ProgramRun:
                 except BaseException:
                     child.stop(workplace.grace_s)
                     raise
-                # The program may have waited for it.
+                # The program may have waited for the engines, so do not count this time as a stall.
                 changed_at += job.clock() - begin
             stamp = _modified_ns(job.progress_file) + _modified_ns(child.log_file)
             if stamp != last_stamp:
                 last_stamp, changed_at = stamp, job.clock()
             elif job.clock() - changed_at > workplace.stall_timeout_s:
-                # Where it hangs is then among the last lines of its log.
+                # The stacks in its log then show where it hangs.
                 write_stacks(child.tree())
                 child.stop(workplace.grace_s)
                 raise ProgramFailed(
@@ -225,7 +225,7 @@ def _give_to_resident(
     workplace.end_resident(name)
     shown_name, kept_name = name, name
     if resident.reuse is not None:
-        # Of processes that belong together: the same on every node, and unique.
+        # The trainer's processes on all nodes belong together, so their name is unique and the same on every node.
         shown_name, kept_name = context.phase.name, f"{context.generation}.{context.iteration}"
     try:
         kept = workplace.host.keep(kept_name, resident.processes, workplace.work_dir / f"{name}-jobs")

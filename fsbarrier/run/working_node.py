@@ -1,4 +1,4 @@
-"""The node that really works: a row's calls, carried out in the job's thread. fsbarrier/node.py describes the interface."""
+"""Carries out the calls of a row's function, in the job's thread. fsbarrier/node.py describes the interface."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class WorkingNode(Node):
         line: JsonObject = {}
         for some in fields:
             line |= plain_values(some.as_json()) if isinstance(some, JsonRecord) else some
-        # What is no JSON is refused now, where the row that has it is known.
+        # Refuse values that are not JSON here, where the traceback shows the row's function.
         json.dumps(line)
         self.job.events.append({**line, "event": name})
 
@@ -106,7 +106,7 @@ class WorkingNode(Node):
             span=weights.span,
             known=known_logprobs(weights.folder, job, workplace, self.context.settings),
         )
-        # Known only if the weights have just been verified: once after each update.
+        # There are lines only if the weights have just been verified, which is once after each update.
         source = {"weights_from": lines[-1]["weights_from"]} if lines else {}
         ready = ready_lines(infos, serving=weights.policy_version, **source)
         job.events += [*(line for line in lines if line["note"]), *ready]
@@ -126,7 +126,7 @@ class WorkingNode(Node):
         return own | {name: self._offered(name) for name in elsewhere}
 
     def _offered(self, name: str) -> EngineAddress:
-        """The address of an engine on another node; which one, depends on this node's rank. Raises ProgramFailed if none can be
+        """The address of an engine on another node. The choice depends on this node's rank. Raises ProgramFailed if none can be
         reached."""
         context = self.context
         holders, patience_s = [*context.holders_of(name)], context.settings.engines[name].start_timeout_s
@@ -210,7 +210,7 @@ class WorkingNode(Node):
             removed = retention.remove_old(
                 log_path,
                 publication.trained_on,
-                # Without the processes that hold the trainer's state, an update trains these again.
+                # If the trainer's processes are lost, an update continues from their last saved state, and needs these batches again.
                 batches=publication.keep
                 and max(publication.keep, self.context.settings.checkpoint.trainer_every),
                 trajectories=publication.keep_trajectories,
