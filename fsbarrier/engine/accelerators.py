@@ -69,7 +69,7 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class StillHeld:
-    """Not free at the deadline, or when cancelled. `held`: what is held of each device."""
+    """Some memory was not free at the deadline, or when cancelled. `held`: a text for each device that is held."""
 
     seconds: float
     held: tuple[str, ...]
@@ -271,7 +271,7 @@ def _amount(value: Mapping[str, Any]) -> int:
 
 
 def _chosen(devices: Sequence[Accelerator], visible: str | None) -> list[Accelerator]:
-    """The devices selected by a list of numbers, up to the first that is none of them."""
+    """The devices that a list of numbers selects, up to the first invalid entry."""
     if visible is None:
         return list(devices)
     chosen: list[Accelerator] = []

@@ -46,19 +46,19 @@ class ServerPlan:
     seed: int
     accelerated: bool
     sleeps: bool
-    # Of the machine; 0: unknown.
+    # The machine's memory; 0: unknown.
     memory_bytes: int = 0
     # Maximum number of compute threads on a CPU.
     threads: int = 1
     served_name: str = SERVED_NAME
-    # Which of vLLM's parsers reads calls of tools; "": none does.
+    # vLLM's parser for tool calls; "": none.
     tool_parser: str = ""
-    # Where it meets its parts on other nodes; None: it has none.
+    # Where the server meets its parts on other nodes; None: it has none.
     meeting: Meeting | None = None
 
     @property
     def group(self) -> str:
-        """How the names of its settings begin."""
+        """The prefix of its settings' names."""
         return "engine" if self.served_name == SERVED_NAME else f"engines.{self.served_name}"
 
 
@@ -112,12 +112,12 @@ def argv(plan: ServerPlan) -> list[str]:
     if plan.tool_parser:
         words += ["--enable-auto-tool-choice", "--tool-call-parser", plan.tool_parser]
     if sees(plan.model.config):
-        # No memory for videos.
+        # Reserve no memory for videos.
         words += ["--limit-mm-per-prompt", '{"video": 0}']
     if plan.meeting is not None:
         words += ["--nnodes", str(plan.meeting.nodes), "--node-rank", str(plan.meeting.place)]
         words += ["--master-addr", plan.meeting.address, "--master-port", str(plan.meeting.port)]
-        # Without Ray; the others have no API server.
+        # Use no Ray. Only the head has an API server.
         words += ["--distributed-executor-backend", "mp", *(["--headless"] if plan.meeting.place else [])]
     if plan.sleeps:
         words += ["--enable-sleep-mode"]
@@ -152,11 +152,11 @@ def environment(plan: ServerPlan, environ: Mapping[str, str], api_key: str) -> d
         "TRANSFORMERS_OFFLINE": "1",
     }
     if plan.meeting is None:
-        # Whatever the host's other programs use: there may be no other interface.
+        # Override the interface that the host's other programs use, because the server may have only a loopback.
         env |= dict.fromkeys(VARIABLES, "lo")
     else:
         env["VLLM_HOST_IP"] = plan.meeting.own_address
-        # By default gloo uses the address of the host's own name.
+        # Otherwise gloo would use the address to which the host's own name resolves.
         if interface := interface_of(plan.meeting.own_address):
             env = dict.fromkeys(VARIABLES, interface) | env
     if not plan.accelerated:

@@ -1,14 +1,14 @@
-"""Which of vLLM's parsers reads a model's calls of tools: recognised by the markup that its chat template writes for calls."""
+"""Chooses vLLM's parser for a model's tool calls, by the markup that the model's chat template writes for them."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-#: the usual one: `<tool_call>{"name": ..., "arguments": ...}</tool_call>`
+#: the parser of the most usual format: `<tool_call>{"name": ..., "arguments": ...}</tool_call>`
 USUAL = "hermes"
-# The first whose marks are all in the template; each mark is a token or a text of the format. The last column has tokens without which
-# vLLM would not start with this parser.
+# Parser, marks, tokens. The first parser whose marks are all in the template is chosen; a mark is a token or a text of the format. Without
+# the tokens in the last column, vLLM would not start with this parser.
 _FORMATS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("deepseek_v32", ("｜DSML｜",), ()),
     (
@@ -41,7 +41,7 @@ def parser_of(folder: Path, wanted: str | None) -> str:
 
 
 def recognised(folder: Path) -> str | None:
-    """The parser of the model in `folder`, by its template; None if that names no format that is known."""
+    """The parser of the model in `folder`, by its template; None if the template has no known format."""
     template = template_of(folder) or ""
     fitting = (one for one in _FORMATS if all(mark in template for mark in one[1]))
     name, _, needed = next(fitting, ("", (), ()))

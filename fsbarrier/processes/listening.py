@@ -2,8 +2,8 @@
 
 Anybody can connect to a port: other users of this machine, and anyone on the network if it is not loopback. Each connection costs a
 descriptor, and a daemon without descriptors cannot write a heartbeat. So connections of other users of this machine are closed before a
-byte is read. Only a few connections without the key are kept, each for a short time, and the oldest is closed first. All connections together
-leave enough descriptors to the rest of the process.
+byte is read. Only a few connections without the key are kept, each for a short time, and the oldest is closed first. All connections
+together leave enough descriptors to the rest of the process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Kills processes whose guard was killed itself. The guard's daemon does this, or this user's next start of any program.
 
 Every process below a guard has the guard's name in its environment, and when the guard dies, the kernel makes init its parent. A process
-for which both hold is an orphan, and so are its descendants that name the same guard. Nothing else is killed, not even processes that a service
-(tmux, Slurm) started on request. A program that clears its environment is not found.
+for which both hold is an orphan, and so are its descendants that name the same guard. Nothing else is killed, not even processes that a
+service (tmux, Slurm) started on request. A program that clears its environment is not found.
 """
 
 from __future__ import annotations
