@@ -287,8 +287,8 @@ class NodeLoop:
         mine = self.store.create(path, join)
         self._perhaps_announced = 0
         if not mine and before == incarnation:
-            there = self.store.read(path, Join)
-            mine = there is not None and encode(there) == encode(join)
+            recorded = self.store.read(path, Join)
+            mine = recorded is not None and encode(recorded) == encode(join)
         if mine:
             self.announced = incarnation
             self.observer.registry.learn_join(join)

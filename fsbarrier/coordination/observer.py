@@ -171,9 +171,9 @@ class Observer:
         """
         listed = self.read_beats()
         status = HeartbeatReader(self.store, self.paths.status).read(lambda newest: newest.rank in ranks)
-        told = {start.rank: beat.pulse for start, beat in status if beat is not None}
-        found = [(rank, beats[rank]) for beats in (listed, told) for rank in ranks if rank in beats]
-        return dict(sorted(found, key=itemgetter(1)))
+        from_status = {start.rank: beat.pulse for start, beat in status if beat is not None}
+        pulses = [(rank, beats[rank]) for beats in (listed, from_status) for rank in ranks if rank in beats]
+        return dict(sorted(pulses, key=itemgetter(1)))
 
     def read_beats(self) -> dict[int, Pulse]:
         """The newest heartbeat of each rank. Raises OSError.

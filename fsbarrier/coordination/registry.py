@@ -56,8 +56,8 @@ class Registry:
 
     def stop(self, node: Node) -> StopRequest | None:
         """The last request to stop that concerns this process."""
-        found = [name for name, stop in self._stops.items() if stop.concerns(node.rank, node.started_as)]
-        return self._stops[max(found)] if found else None
+        concerning = [name for name, stop in self._stops.items() if stop.concerns(node.rank, node.started_as)]
+        return self._stops[max(concerning)] if concerning else None
 
     def learn(self, generation: Generation | None) -> None:
         """Remember a generation if it is the newest, however its record was found."""

@@ -15,8 +15,8 @@ def last_place(situation: Situation, loss: Loss) -> Position | None:
     This node's own counts because it entered its row only after every member was done with the row before.
     """
     generation, position, beat = situation.node.generation, situation.node.position, loss.beat
-    said = Position(beat.iteration, beat.phase) if beat is not None and beat.iteration else None
-    known = [said] if said is not None and situation.rules.has_row(said) else []
+    reported = Position(beat.iteration, beat.phase) if beat is not None and beat.iteration else None
+    known = [reported] if reported is not None and situation.rules.has_row(reported) else []
     if generation is not None and position is not None and (known or position > generation.start):
         known.append(position)
     return max(known, default=None)

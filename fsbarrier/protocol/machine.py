@@ -257,8 +257,8 @@ def end_when_too_late(situation: Situation) -> Step | None:
 def look_where_the_run_was_left(situation: Situation) -> Step | None:
     """No member is alive: the node reads from the newest generation's facts where the run stopped, again after `suspect_s`."""
     view, limits = situation.view, situation.rules.limits
-    found, newest = view.resume_point, view.newest.number if view.newest is not None else 0
-    if found is not None and found.generation == newest and situation.now - found.at <= limits.suspect_s:
+    point, newest = view.resume_point, view.newest.number if view.newest is not None else 0
+    if point is not None and point.generation == newest and situation.now - point.at <= limits.suspect_s:
         return None
     return situation.node, (FindResumePoint(),)
 
@@ -274,10 +274,10 @@ def restart_the_last_call(situation: Situation) -> Step | None:
 def end_when_all_is_done(situation: Situation) -> Step | None:
     """The run has already done all the iterations that were asked for, so the node ends. It first stays for up to `dead_s`, so that nodes
     that are started with it see it and draw the same conclusion instead of waiting for it."""
-    lowest, found, rules = lowest_start(situation), situation.view.resume_point, situation.rules
-    if lowest is None or found is None:
+    lowest, point, rules = lowest_start(situation), situation.view.resume_point, situation.rules
+    if lowest is None or point is None:
         return None
-    start = start_of_session(found, rules.span(lowest.choices), rules.table, lowest.until)
+    start = start_of_session(point, rules.span(lowest.choices), rules.table, lowest.until)
     if not all_done(start, lowest.until):
         return None
     stays = situation.waits_for_nodes and situation.waited_s < rules.limits.dead_s
@@ -328,8 +328,8 @@ def seal_the_old_generation(situation: Situation) -> Step | None:
     Its members look dead from here, but may be at work. Example: this node's listing of beats/ is 20 s stale. It would start the
     next generation in row 7 while the old members pass row 7 with a different decision. coordination/resume.py explains the seal.
     """
-    found = situation.view.resume_point
-    return None if found is None or found.sealed else (situation.node, (FindResumePoint(seal=True),))
+    point = situation.view.resume_point
+    return None if point is None or point.sealed else (situation.node, (FindResumePoint(seal=True),))
 
 
 def form_a_generation(situation: Situation) -> Step | None:

@@ -162,8 +162,8 @@ def losses(
 ) -> Sequence[Loss]:
     """The lost members. `since`: the time from which the silence of a member that was never seen counts (`Node.watches_since`)."""
     others = [member for member in members if member.rank != me]
-    found = [_loss(member, joins.get(member.rank), ledger, since, limits) for member in others]
-    return [loss for loss in found if loss is not None]
+    judged = [_loss(member, joins.get(member.rank), ledger, since, limits) for member in others]
+    return [loss for loss in judged if loss is not None]
 
 
 def _loss(member: Member, join: Join | None, ledger: Ledger, since: float, limits: Limits) -> Loss | None:

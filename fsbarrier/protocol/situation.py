@@ -200,14 +200,14 @@ class Situation:
     @property
     def comeback(self) -> Sequence[Member]:
         """The members of the generation that ends the halt: the living ones and the joiners; none while these do not suffice."""
-        there = {**self.joiners, **{member.rank: member for member in self.living}}
+        available = {**self.joiners, **{member.rank: member for member in self.living}}
         if self.rules.on_node_failure == "wait":
             return (
-                [there[rank] for rank in self.generation.ranks]
-                if there.keys() >= {*self.generation.ranks}
+                [available[rank] for rank in self.generation.ranks]
+                if available.keys() >= {*self.generation.ranks}
                 else []
             )
-        return [] if self.rules.lacks(there.keys()) else [*there.values()]
+        return [] if self.rules.lacks(available.keys()) else [*available.values()]
 
     # --- how long ---
 

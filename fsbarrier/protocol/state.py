@@ -86,8 +86,8 @@ class Rules:
     limits: Limits = field(default_factory=Limits)
     #: the number of the generation after which a group's caller wants a new one
     regroup: int = 0
-    #: The settings that may change from session to session, by their dotted names: the values that the run began with, and after `under`
-    #: those of the session.
+    #: The settings that may change from session to session, by their dotted names. They have the values that the run began with, or after
+    #: `under` those of the session.
     settings: Payload = field(default_factory=dict)
 
     def under(self, settings: Payload) -> Rules:

@@ -27,9 +27,9 @@ def stated_changes(
         table = table_of(key)
         own_set, sets = name_in(key), sets_of.get(table or "")
         if sets is not None and own_set not in sets:
-            there = f"its {table} are {', '.join(sorted(sets))}" if sets else f"its {table} are empty"
+            existing = f"its {table} are {', '.join(sorted(sets))}" if sets else f"its {table} are empty"
             raise UsageError(
-                f"{chosen_value.written(shown(value))}: this run has no set {own_set} ({there}), and sets cannot be added; "
+                f"{chosen_value.written(shown(value))}: this run has no set {own_set} ({existing}), and sets cannot be added; "
                 f"drop it or begin another run from this one's policy (init_from={shown_path(record.log_path)})"
             )
         if sets is not None and key == f"{table}.{own_set}":

@@ -196,8 +196,8 @@ def compare(folder: Path, expected: Mapping[str, FileDigest], between_reads: Cal
 
     def check(name: str) -> None:
         with _opened(folder, name) as fd:
-            found = files.sha256_open(fd, between_reads)
-        if found != expected[name].sha256:
+            sha256 = files.sha256_open(fd, between_reads)
+        if sha256 != expected[name].sha256:
             raise differs(folder / name)
 
     for_all(check, expected)
@@ -285,9 +285,9 @@ def _link_to_model(folder: Path, name: Path) -> None:
 
 
 def _refuse_to_go_back(log_path: Path, folder: Path) -> None:
-    there, ours = served_policy(log_path), POLICY_FOLDER.parse(folder.name)
-    if there is not None and ours is not None and there > ours:
-        newer = POLICY_FOLDER.build(there.number, there.generation)
+    served, ours = served_policy(log_path), POLICY_FOLDER.parse(folder.name)
+    if served is not None and ours is not None and served > ours:
+        newer = POLICY_FOLDER.build(served.number, served.generation)
         raise ProgramFailed(
             f"{RunPaths(log_path).served_model} names {newer} already, which is newer than {folder.name}; it never goes back"
         )

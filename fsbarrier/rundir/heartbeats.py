@@ -54,8 +54,8 @@ class HeartbeatReader:
 
 def read_beats(log_path: Path, rank: int | None = None) -> dict[int, Beat]:
     """The last heartbeat of each rank (or only of `rank`) in a run, without unreadable ones. Raises OSError."""
-    found = read_newest_starts(log_path, rank)
-    return {start.rank: beat for start, beat in found if beat is not None}
+    starts = read_newest_starts(log_path, rank)
+    return {start.rank: beat for start, beat in starts if beat is not None}
 
 
 def read_newest_starts(log_path: Path, rank: int | None = None) -> list[tuple[StartName, Beat | None]]:
@@ -66,9 +66,9 @@ def read_newest_starts(log_path: Path, rank: int | None = None) -> list[tuple[St
     """
     store, paths = PosixStore(), RunPaths(log_path)
     reader = HeartbeatReader(store, paths.status)
-    found = patiently(lambda: [*reader.read(lambda newest: rank is None or newest.rank == rank)])
+    starts = patiently(lambda: [*reader.read(lambda newest: rank is None or newest.rank == rank)])
     names = patiently(lambda: names_of_beats(store, paths))
-    return [(start, with_name(beat, names) if beat is not None else None) for start, beat in found]
+    return [(start, with_name(beat, names) if beat is not None else None) for start, beat in starts]
 
 
 def names_of_beats(store: Store, paths: RunPaths) -> dict[StartName, Pulse]:

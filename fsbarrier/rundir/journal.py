@@ -311,8 +311,8 @@ class Journal:
         line = {**standard, **{key: rounded(value) for key, value in fields.items()}, **standard}
         if name in FREQUENT and line["incarnation"] == self._incarnation:
             del line["incarnation"]
-        told = without_passwords(json.dumps(line, separators=(",", ":"), default=str))
-        self._append(told.encode() + b"\n")
+        text = without_passwords(json.dumps(line, separators=(",", ":"), default=str))
+        self._append(text.encode() + b"\n")
         row = place["generation"], place["iteration"], place["phase"], place["phase_name"]
         return Event(name, now.timestamp(), mono_s, self._node_rank, *row, fields=line)
 
@@ -344,11 +344,11 @@ def rounded(value: object) -> object:
 def summary(value: Payload, lines: Sequence[Payload]) -> dict[str, object]:
     """A decision for the journal. It leaves out empty values and values in the row's other `lines` or its `phase_finished`, and shows long
     lists and texts only by their size."""
-    told = {(name, v) for line in lines for name, v in line.items() if isinstance(v, Hashable)}
+    elsewhere = {(name, v) for line in lines for name, v in line.items() if isinstance(v, Hashable)}
     rest = {
         name: v
         for name, v in value.items()
-        if v not in EMPTY and name not in TIMES and not (isinstance(v, Hashable) and (name, v) in told)
+        if v not in EMPTY and name not in TIMES and not (isinstance(v, Hashable) and (name, v) in elsewhere)
     }
     return {
         k: v

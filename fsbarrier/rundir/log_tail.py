@@ -41,11 +41,11 @@ def last_lines(path: Path, lines: int, begin: int = 0) -> list[str]:
 
 def log_folders(paths: RunPaths) -> dict[int, Path]:
     """Node rank -> the log folder of its newest start. A node that rejoined by itself keeps its first folder."""
-    found = dict[int, Path]()
+    folders = dict[int, Path]()
     for number in sorted(ATTEMPT_FOLDER.parse_all(_folders(paths.logs))):
         of_nodes = _folders(paths.logs / ATTEMPT_FOLDER.build(number))
-        found |= {rank: paths.node_logs(number, rank) for rank in NODE_FOLDER.parse_all(of_nodes)}
-    return dict(sorted(found.items()))
+        folders |= {rank: paths.node_logs(number, rank) for rank in NODE_FOLDER.parse_all(of_nodes)}
+    return dict(sorted(folders.items()))
 
 
 def _folders(parent: Path) -> list[str]:

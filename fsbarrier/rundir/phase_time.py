@@ -39,8 +39,8 @@ class PhaseTime:
         """
         left_s, parts = worked_s, []
         for names in (("engine_s", "start_s"), ("load_s",), ("save_s",)):
-            told_s = sum(number(result, name) or 0.0 for name in names)
-            parts.append(min(max(0.0, told_s), left_s))
+            reported_s = sum(number(result, name) or 0.0 for name in names)
+            parts.append(min(max(0.0, reported_s), left_s))
             left_s -= parts[-1]
         start_s, load_s, save_s = parts
         return cls(start_s, load_s, left_s, save_s)

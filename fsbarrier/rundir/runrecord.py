@@ -179,9 +179,9 @@ def without_record(log_path: Path) -> list[str]:
         names = [name for name in os.listdir(log_path) if name not in before and not name.startswith(".")]
     except FileNotFoundError:
         return []
-    found = [name for name in names if not _is_empty_folder(log_path / name)]
+    foreign = [name for name in names if not _is_empty_folder(log_path / name)]
     # Another start may be making this run. It makes the record first, so the record would be listed now.
-    return sorted(found) if found and not exists(log_path) else []
+    return sorted(foreign) if foreign and not exists(log_path) else []
 
 
 def _is_empty_folder(path: Path) -> bool:

@@ -19,8 +19,8 @@ def in_force(recorded: Settings, values: Payload) -> Settings:
     """The settings in a session. `recorded`: the settings of run.json; `values`: the changes that the session's generations record."""
     if not values:
         return recorded
-    there = recorded.flat()
-    known = {name: value for name, value in values.items() if name in there}
+    settings = recorded.flat()
+    known = {name: value for name, value in values.items() if name in settings}
     return recorded.with_values(
         {name: value for name, value in known.items() if changes_of(name) is EACH_SESSION}
     )

@@ -75,12 +75,12 @@ def try_to_make_dirs(path: Path) -> None:
         except OSError as error:
             # The call may have succeeded despite the error. If the directory exists but is not visible, another node made it, and
             # this host still has a negative cache entry.
-            there = _look(directory)
-            if there is None and error.errno == errno.EEXIST:
+            status = _look(directory)
+            if status is None and error.errno == errno.EEXIST:
                 raise FileNotFoundError(
                     errno.ENOENT, "not visible on this mount yet", str(directory)
                 ) from None
-            if there is None or not stat.S_ISDIR(there.st_mode):
+            if status is None or not stat.S_ISDIR(status.st_mode):
                 raise
 
 
@@ -207,10 +207,10 @@ def _link(temporary: Path, path: Path, data: bytes) -> bool:
         os.link(temporary, path)
         return True
     except OSError as error:
-        there, mine = _look(path), os.stat(temporary)
-        if there is None:
+        existing, mine = _look(path), os.stat(temporary)
+        if existing is None:
             raise
-        if (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino):
+        if (existing.st_dev, existing.st_ino) == (mine.st_dev, mine.st_ino):
             return True
         # The link may have been created despite the error. sshfs gives each hard link its own inode number, so compare the
         # contents.

@@ -83,10 +83,10 @@ def check_plain(found: os.stat_result, path: Path | str) -> None:
 def check_may_replace(path: Path) -> None:
     """Check that a user-named output file may replace this path. Raises NotPlain for a device, a FIFO or a link; OSError."""
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except FileNotFoundError:
         return
-    check_plain(found, path)
+    check_plain(status, path)
 
 
 @contextmanager

@@ -36,11 +36,11 @@ def check(
     names in the folder that must be trusted too, if they exist.
     """
     real = Path(os.path.realpath(folder))
-    there = next(path for path in (real, *real.parents) if path.exists())
+    existing = next(path for path in (real, *real.parents) if path.exists())
     trusted = {os.geteuid(), 0}
-    if mount_of(there).family.category != LOCAL and os.stat(there).st_uid not in trusted:
+    if mount_of(existing).family.category != LOCAL and os.stat(existing).st_uid not in trusted:
         # A file server may map users. Then the owner of a file that we make there is this user.
-        trusted.add(owner_at(there))
+        trusted.add(owner_at(existing))
     way = [path for path in (real, *(real / name for name in inside)) if os.path.lexists(path)]
     for path in way:
         if not (trust_mount and modes_are_forced(path)):
@@ -116,10 +116,10 @@ def _options_for(path: Path) -> str:
 def _is_only_ours(group: int) -> bool:
     """Whether a group is this user's own and has no other members. Many systems make such a group for each user."""
     try:
-        user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
+        user, entry = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
     except KeyError:
         return False
-    return (user.pw_gid, user.pw_name) == (group, found.gr_name) and not {*found.gr_mem} - {user.pw_name}
+    return (user.pw_gid, user.pw_name) == (group, entry.gr_name) and not {*entry.gr_mem} - {user.pw_name}
 
 
 def owner_at(folder: Path) -> int:

@@ -162,8 +162,8 @@ class GroupMember:
         """The first of these members that is lost; None if none is."""
         observer, node = self.loop.observer, self.loop.node
         since, limits = node.watches_since(observer.ledger), self.loop.rules.limits
-        found = losses(members, node.rank, observer.joins, observer.ledger, since, limits)
-        return found[0] if found else None
+        lost = losses(members, node.rank, observer.joins, observer.ledger, since, limits)
+        return lost[0] if lost else None
 
     def _was_passed(self, collective: Collective) -> bool:
         """Whether all members have reached this row. Raises OSError.
