@@ -95,7 +95,7 @@ def file_lines(items: Iterable[FoundFile]) -> Iterator[str]:
 
 
 def merged_lines(split: str, outcome: JsonObject) -> Iterator[str]:
-    """What a merge did or would do, from its JSON."""
+    """Describe what a merge did or would do, from its JSON."""
     expected, missing, report = outcome.get("expected"), outcome.get("missing"), outcome.get("report")
     if missing:
         yield f"{split}: {missing_text(missing)} of {expected}"

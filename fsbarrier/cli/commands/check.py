@@ -104,7 +104,7 @@ def _described(tasks: Sequence[Task], folder: Path, settings: Settings) -> Itera
 
 
 async def _rewards(tasks: Sequence[Task], settings: Settings) -> list[str]:
-    """What the reward gives to some tasks' reference answers, and to nonsense."""
+    """Show the rewards of some tasks' reference answers, and of nonsense."""
     from fsbarrier.rewards.kinds import open_reward
     from fsbarrier.rewards.score import Answer
     from fsbarrier.settings.value_types import reward_kinds

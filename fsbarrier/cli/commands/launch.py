@@ -134,7 +134,7 @@ def _job(args: argparse.Namespace, nodes: int, log_path: str) -> ClusterJob:
 
 
 def _variables(args: argparse.Namespace) -> tuple[str, ...]:
-    """The names after --env. Raises UsageError; says if the nodes would lack a tracker's key."""
+    """The names after --env. Warns if the nodes would lack a tracker's key. Raises UsageError."""
     names = tuple(dict.fromkeys(args.env or ()))
     for name in names:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
