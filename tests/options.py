@@ -268,6 +268,11 @@ ELSEWHERE = {
     "debug_mode=false": "what all runs have that do not give it",
     "engines": "each engine has settings of its own",
     "engines.NAME.dtype": "as engine.dtype",
+    "engine.private_network=true": "what all runs have that do not give it",
+    **dict.fromkeys(
+        (f"engines.NAME.private_network{value}" for value in ("", "=true", "=false")),
+        "as engine.private_network",
+    ),
     "engines.NAME.model=none": "is refused (test_frozen.py)",
     "engines.NAME.placement=none": "what engines have that do not give one",
     "judge.images=none": "what all runs have that do not give one",

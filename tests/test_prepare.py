@@ -83,19 +83,25 @@ def test_a_batch_may_decide_what_its_sequences_weigh(tmp_path: Path) -> None:
     assert weights[1] < weights[5] < weights[4]
 
 
+def save_with_torch(path: Path, groups: list[list[dict[str, Any]]]) -> None:
+    import torch
+
+    tensors = {"token_ids": torch.int32, "loss_mask": torch.uint8, "logprobs": torch.float32}
+    plain = [sample for its_own in groups for sample in its_own]
+    for sample in plain:
+        sample |= {name: torch.tensor(sample[name].tolist(), dtype=dtype) for name, dtype in tensors.items()}
+    torch.save({"trajectories": plain, "metadata": {}}, path)
+
+
 def test_the_same_task_under_two_policy_versions_is_two_groups(tmp_path: Path) -> None:
-    result, _ = prepared(Bench(tmp_path, settings()), [group(0, [0, 1]), group(0, [1, 1], policy_version=1)])
+    """In a file that a user has made; in a rank's own file the later group of a task takes the place of the earlier one."""
+    save_with_torch(tmp_path / "merged", [group(0, [0, 1]), group(0, [1, 1], policy_version=1)])
+    result = Bench(tmp_path, settings()).prepare()
     assert (result["groups"], result["dropped_groups"], result["trajectories"]) == (2, 1, 2)
 
 
 def test_a_file_that_torch_wrote_is_read_too(tmp_path: Path) -> None:
-    import torch
-
-    plain = group(0, [0, 1])
-    tensors = {"token_ids": torch.int32, "loss_mask": torch.uint8, "logprobs": torch.float32}
-    for one in plain:
-        one |= {name: torch.tensor(one[name].tolist(), dtype=dtype) for name, dtype in tensors.items()}
-    torch.save({"trajectories": plain, "metadata": {}}, tmp_path / "merged")
+    save_with_torch(tmp_path / "merged", [group(0, [0, 1])])
     assert Bench(tmp_path, settings()).prepare()["trajectories"] == 2
 
 

@@ -272,7 +272,7 @@ def test_what_cannot_be_loaded_is_one_line(tmp_path: Path, file: Path) -> None:
     broken.write_text("import nothing_of_this_name\n")
     (tmp_path / "open.py").write_text("def f(\n")
     for kind, message in (
-        ("exakt", "must be exact, numeric, math, judge, engines.NAME or path/file.py:function"),
+        ("exakt", "must be exact, numeric, math, verl, judge, engines.NAME or path/file.py:function"),
         (f"{tmp_path}/none.py:f", "no such file"),
         (f"{file}:missing", "does not define missing"),
         (f"{broken}:f", "cannot load .*: ModuleNotFoundError"),

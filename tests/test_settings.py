@@ -379,6 +379,11 @@ def test_a_preset_is_what_its_paper_says(preset: str, by_its_paper: dict[str, An
 
 #: one that has no effect with the defaults or with the words beside it, and what the refusal must say
 WITHOUT_EFFECT = [
+    (
+        "algorithm.mismatch=icepop",
+        "rollout.ahead=1 num_nodes=2 placement.rollout=node:1 placement.update=node:0",
+        "algorithm.mismatch=icepop: has no effect with rollout.ahead=1, because an older policy",
+    ),
     ("critic.lr=0.5", "", "critic.lr=0.5: there is no critic; set algorithm.advantage=gae"),
     ("critic.model=M", "", "there is no critic"),
     ("critic.warmup=3", "", "there is no critic"),

@@ -299,11 +299,6 @@ def _algorithm(s: Settings, named: AsChosen) -> Iterator[str]:
     if a.loss not in LOSSES and ":" not in a.loss:
         yield f"{named('algorithm.loss')}: must be {', '.join(LOSSES)} or path/file.py:function{nearest(a.loss, LOSSES)}"
     yield from _distillation(s, named)
-    if a.mismatch != "none" and s.rollout.ahead:
-        yield (
-            f"{named('algorithm.mismatch')}: has no effect with {named('rollout.ahead')}, because an older policy samples what is trained "
-            "on, whose log-probabilities the trainer no longer computes; use algorithm.mismatch=none"
-        )
     if a.mismatch != "none" and a.old_logprobs == "engine":
         yield (
             f"{named('algorithm.mismatch')}: needs the trainer's log-probabilities, which {named('algorithm.old_logprobs')} does not "

@@ -72,6 +72,13 @@ RULES = (
         "algorithm.advantage",
     ),
     Idle(
+        ("algorithm.mismatch",),
+        lambda s: not s.rollout.ahead,
+        "has no effect with {}, because an older policy samples what is trained on, whose log-probabilities the trainer does not compute; "
+        "use algorithm.mismatch=none",
+        "rollout.ahead",
+    ),
+    Idle(
         ("algorithm.mismatch_high",),
         lambda s: s.algorithm.mismatch != "none",
         "has no effect with {}; drop it, or choose a correction",
