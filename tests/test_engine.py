@@ -169,7 +169,8 @@ def test_a_server_that_computes_something_else_than_the_trainer_is_never_used(
     for _ in range(2):
         with pytest.raises(ProgramFailed) as caught:
             engine.ensure(folder, 7, cancel=NEVER, known=known(-0.03))
-        assert str(caught.value).splitlines()[0] == f"vLLM {WRONG.format(7, '0.8802')}"
+        # A line of the server's log may follow, about whatever it was doing when it was ended.
+        assert str(caught.value).startswith(f"vLLM {WRONG.format(7, '0.8802')}")
         assert engine.state == "off"
     starts = (tmp_path / "vllm.log").read_text().count("starting")
     assert starts == (3 if first == "reloaded" else 2)
