@@ -213,8 +213,13 @@ class Handler(BaseHTTPRequestHandler):
     def teach(self, body: dict[str, Any]) -> None:
         """The log-probability of a token is a hundredth of its id, negative, if nothing else is told."""
         times = 2 if serving.get("garbled") else 1
+        told = MODE.get("logprob") if body.get("model", "policy") == "policy" else None
         found = [
-            [None, *({str(t): {"logprob": times * MODE.get("logprob", -t / 100)}} for t in ids[1:])]
+            # Only the policy has the value that is told; a teacher has its own.
+            [
+                None,
+                *({str(t): {"logprob": times * (told if told is not None else -t / 100)}} for t in ids[1:]),
+            ]
             for ids in body["prompt"]
         ]
         self.answer(200, {"choices": [{"index": n, "prompt_logprobs": one} for n, one in enumerate(found)]})
