@@ -118,11 +118,11 @@ def _may_have_lost(history: History, record: Generation, time: float) -> bool:
     for member in history.generations[record.number - 1][1].members:
         process = _process_of(member.rank, member.incarnation, history)
         again = history.joins.get((member.rank, member.incarnation + 1))
-        if (process in history.ended and history.ended[process].time < time) or (
-            again and again.time <= time
-        ):
+        ended = process in history.ended and history.ended[process].time < time
+        silenced = any(number == process and begin <= time for number, begin, _ in history.silenced)
+        if ended or silenced or (again and again.time <= time):
             return True
-    return bool(history.faults & {"slow", "pause", "outage"})
+    return False
 
 
 def _failures(history: History, time: float) -> Iterator[tuple[int, int, Fact]]:
