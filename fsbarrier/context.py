@@ -93,7 +93,7 @@ class Context:
     joins: Mapping[int, Join] = field(default_factory=dict)
     #: phase name -> node rank -> the member's result in that earlier phase of this generation and iteration
     reports: Callable[[str], Mapping[int, Payload]] = field(default=lambda _: {})
-    #: looks up the number of the newest generation; call it before publishing anything
+    #: looks up the number of the newest generation; the node does so itself before it publishes
     newest: Callable[[], int] = field(default=lambda: 0)
     #: split and iteration -> the part files on disk, oldest generation first
     parts_of: Callable[[str, int], tuple[PartOnDisk, ...]] = field(default=lambda split, iteration: ())

@@ -158,7 +158,10 @@ class MergeDecision(JsonRecord):
 @ready
 @dataclass(frozen=True, slots=True)
 class BatchDecision(JsonRecord):
-    """The port on which the leader listens, and the name of the training batch (batch_prepare)."""
+    """The port on which the node listens where the update's processes meet, and the name of the training batch (batch_prepare).
+
+    If the leader is not that node, the node's report has the port alone.
+    """
 
     #: text in a dry run
     port: int | str
@@ -168,7 +171,7 @@ class BatchDecision(JsonRecord):
 @ready
 @dataclass(frozen=True, slots=True)
 class ReachReport(JsonRecord):
-    """The addresses of the leader that one node can reach, and the trainer that it has kept (update_ready)."""
+    """The addresses of that node that one node can reach, and the trainer that it has kept (update_ready)."""
 
     reached: Sequence[str] = ()
     trainer: str = ""

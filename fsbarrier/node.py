@@ -41,8 +41,6 @@ from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.specs import EngineAddress, Launch, PolicyEngine, Spec
 
 R = TypeVar("R", bound=JsonRecord)
-#: the fields of a program that is told nothing of its own
-NOTHING: Mapping[str, object] = {}
 #: a port; a dry run has a text in its place
 Port = int | str
 
@@ -76,7 +74,8 @@ class Publication:
     keep: int
     #: the iteration whose update made this version
     trained_on: int = 0
-    #: remove trajectories that are at least this many iterations older; 0: none
+    #: remove batches and trajectories that are at least this many iterations older; 0: none
+    keep_batches: int = 0
     keep_trajectories: int = 0
     #: keep every n-th version; 0: no
     keep_every: int = 0
@@ -123,8 +122,8 @@ class Node(ABC):
         """
 
     @abstractmethod
-    def command(self, launch: Launch, spec: JsonRecord | Mapping[str, object] = NOTHING) -> None:
-        """Run a program of which only the exit code counts. Its spec file has the fields of `context.identity` and these."""
+    def command(self, launch: Launch, spec: JsonRecord | None = None) -> None:
+        """Run a program of which only the exit code counts. Its spec file has the fields of `context.identity` and of `spec`."""
 
     # --- engines ---
 

@@ -26,13 +26,13 @@ def described_failure(error: BaseException, file: str | None) -> str:
 
 
 def log_once(place: str, trace: str) -> None:
-    """Log a traceback, once per location."""
+    """Log a text, such as a traceback, once per location."""
     if place not in _shown:
         _shown.add(place)
         print(trace, end="", file=sys.stderr)
 
 
-#: locations whose traceback was logged
+#: locations whose text was logged
 _shown: set[str] = set()
 
 

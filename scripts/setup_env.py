@@ -183,7 +183,8 @@ def ensure(environment: Path, locks: Sequence[Path], clone: Path, progress: Prog
         environment.parent.mkdir(parents=True, exist_ok=True)
         lock_file.touch()
     except OSError as error:
-        if environment.name in os.listdir(environment.parent):
+        there = environment.parent.is_dir() and environment.name in os.listdir(environment.parent)
+        if there and environment.lstat().st_uid != os.geteuid():
             raise SetupError(
                 f"{environment} belongs to user id {environment.lstat().st_uid} and cannot be used by you: ask them for "
                 f"chmod -R a+rX {environment}, or set FSBARRIER_VENV=DIR for one of your own"

@@ -8,19 +8,15 @@ model's, or where the processes compute other log-probabilities.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoint_ranks import in_ranks
 from families import write_family
 from parallel_updates import Case, import_before_forking
 from safetensors.torch import load_file
-
-from fsbarrier.training.processes import Processes
-from fsbarrier.training.trainer import Trainer
+from zero_checkpoints import begin, in_place
 
 #: beside the weights: transformers would not write the first, and knows nothing of the others
 BESIDE = {
@@ -40,28 +36,20 @@ def beside(folder: Path) -> dict[str, bytes]:
 
 def published(case: Case, folder: Path) -> tuple[dict[str, Any], Any]:
     """The weights by name, and the log-probabilities of some tokens."""
-    out, world = folder / case.text, case.nodes * case.per_node
+    out = folder / case.text
 
     def act(rank: int) -> None:
-        node, local = divmod(rank, case.per_node)
-        place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": local, "GROUP_RANK": node}
-        os.environ.update({k: str(v) for k, v in {**place, "LOCAL_WORLD_SIZE": case.per_node}.items()})
-        chosen = case.settings(folder)
-        first = folder / "model"
-        trainer = Trainer.load(
-            Processes(chosen.trainer), chosen, model_folder=first, state_folder=None, policy_version=0
-        )
+        trainer = begin(case, folder, None)
         tokens = torch.arange(2, 18)[None]
         inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
         wanted = tokens > 2
         with torch.no_grad():
             found = trainer.backend.model(inputs, wanted, 1.0)[0]
-        trainer.save(out, model_folder=first, policy_version=1)
+        trainer.save(out, model_folder=folder / "model", policy_version=1)
         if rank == 0:
             torch.save(found, folder / f"{case.text}.found")
 
-    ended = in_ranks(world, folder / "store", act)
-    assert not any(ended), f"{case.text}: {ended}"
+    in_place(case, folder, act)
     weights = {}
     for file in (out / "model").glob("*.safetensors"):
         weights |= load_file(file)

@@ -176,7 +176,7 @@ def test_the_last_look_is_directly_before_each_public_step(
 
         monkeypatch.setattr(module, name, act)
 
-    publication = Publication(folder, 1, keep=1, trained_on=1, keep_trajectories=1)
+    publication = Publication(folder, 1, keep=1, trained_on=1, keep_batches=1, keep_trajectories=1)
     if step == "model":
         goes_on_without_us(os, "symlink")
     elif step == "file":

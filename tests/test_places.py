@@ -144,11 +144,17 @@ def test_the_same_run_and_the_light_commands_work_in_each_place(name: str) -> No
         pytest.skip(reason)
     # Not in the folder of pytest, which another user cannot enter.
     with tempfile.TemporaryDirectory(prefix="place-", dir="/tmp") as outside:
-        here = Path(outside, place.folder)
+        here = Path(outside, "here")
         here.mkdir()
         for folder in (Path(outside), here):
             os.chown(folder, place.user or os.geteuid(), -1)
-        environ = {**os.environ, "PYTHONPATH": str(REPO), "TMPDIR": str(here), **place.environ}
+        environ = {
+            **os.environ,
+            "PYTHONPATH": str(REPO),
+            "TMPDIR": str(here),
+            "MY_PASSWORD": "hunter2",
+            **place.environ,
+        }
         environ = {key: value for key, value in environ.items() if value is not None}
         run = str(here / "run")
         # It may read all folders, because this Python may lie in one that only root can enter.

@@ -5,7 +5,6 @@ A row has `messages`, or `prompt` and `completion` (or a text `answer`); the mes
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,7 +12,15 @@ from typing import Any
 
 from fsbarrier.data.images import Message
 from fsbarrier.data.messages import for_template
-from fsbarrier.data.tasks import beside_of, prompt_of, rows_of, shown, task_error
+from fsbarrier.data.tasks import (
+    beside_of,
+    encoded,
+    prompt_of,
+    rows_of,
+    shown,
+    task_error,
+    unusual_values_named,
+)
 
 #: the role whose messages are trained on
 ASSISTANT = "assistant"
@@ -78,11 +85,9 @@ def read_examples(path: Path, indices: Collection[int] | None = None) -> tuple[i
         count = index + 1
         if row is None:
             continue
-        found[index] = example = _example(path, index, row)
-        try:
-            json.dumps([example.messages, example.tools], ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise task_error(path, index, "contains an unpaired surrogate (\\ud800 to \\udfff)") from None
+        with unusual_values_named(path, index):
+            found[index] = example = _example(path, index, row)
+            encoded(example.messages, example.tools, example.chat_template_kwargs)
     return count, found
 
 

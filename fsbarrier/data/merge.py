@@ -131,18 +131,22 @@ def collect(request: MergeRequest) -> Collected:
     dropped = Counter[str]()
 
     def take_of(part: Part) -> OnGroup:
-        of_this_part: set[int] = set()
+        # Of several groups of one task in a part, the last one counts, and each task is counted once.
+        seen: set[int] = set()
+        taken: set[int] = set()
 
         def take(group: GroupEntry, trajectories: list[Trajectory]) -> None:
             task = group.task_index
             if part.tasks is not None and task not in part.tasks:
                 return
+            again = task in seen
+            seen.add(task)
             if wanted is not None and task not in wanted:
-                dropped["unexpected"] += 1
-            elif task in groups and task not in of_this_part:
-                dropped["duplicates"] += 1
+                dropped["unexpected"] += not again
+            elif task in groups and task not in taken:
+                dropped["duplicates"] += not again
             else:
-                of_this_part.add(task)
+                taken.add(task)
                 groups[task], stats[task] = trajectories, group.stats
 
         return take

@@ -20,6 +20,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,18 +117,30 @@ def _checked_tasks(path: Path, wanted: frozenset[int] | None) -> Iterator[tuple[
         if row is None:
             yield index, None
             continue
-        try:
+        with unusual_values_named(path, index):
             task = _task(path, index, row)
-            json.dumps([task.task_id, task.messages, task.tools], ensure_ascii=False).encode()
-        except RecursionError:
-            raise task_error(path, index, "is nested too deeply") from None
-        except UnicodeEncodeError:
-            raise task_error(path, index, "contains an unpaired surrogate (\\ud800 to \\udfff)") from None
+            encoded(task.task_id, task.messages, task.tools, task.chat_template_kwargs)
         first = seen.setdefault(task.task_id, index)
         if first != index:
             already = f"task_id {shown(task.task_id)} is already used by {place(path, first)}"
             raise task_error(path, index, already)
         yield index, task
+
+
+def encoded(*values: object) -> bytes:
+    """Values as they are sent to an engine. Raises RecursionError, UnicodeEncodeError."""
+    return json.dumps(values, ensure_ascii=False).encode()
+
+
+@contextmanager
+def unusual_values_named(path: Path, index: int) -> Iterator[None]:
+    """While a row is read and `encoded`: raises UsageError naming the row where a value cannot be sent to an engine."""
+    try:
+        yield
+    except RecursionError:
+        raise task_error(path, index, "is nested too deeply") from None
+    except UnicodeEncodeError:
+        raise task_error(path, index, "contains an unpaired surrogate (\\ud800 to \\udfff)") from None
 
 
 # --- rows -----------------------------------------------------------------------------------------------------------------
@@ -282,10 +295,12 @@ def beside_of(
     for name, kind in (("tools", list), ("chat_template_kwargs", dict)):
         value = row.pop(name, None)
         try:
-            value = json.loads(value) if isinstance(value, str) and value else value
+            value = (
+                json.loads(value, parse_constant=_no_constant) if isinstance(value, str) and value else value
+            )
         except (ValueError, RecursionError):
             raise task_error(path, index, f"{name} is not JSON: {shown(value)}") from None
-        value = _without_nulls(value) if path.suffix == ".parquet" else value
+        value = plain(_without_nulls(value)) if path.suffix == ".parquet" else value
         if value and not isinstance(value, kind):
             raise task_error(path, index, f"{name} must be {_KINDS[kind]}, got {shown(value)}")
         if value and not chat:

@@ -43,13 +43,18 @@ def short(path: Path, *, write: bool = True) -> Report:
 
     `path` need not exist; the check then uses its nearest existing parent.
     """
-    there = next(folder for folder in (path, *path.parents) if folder.is_dir())
+    there = existing(path)
     mount = mount_of(there)
     checks = mount_options.judge(mount)
     if write and not _refused(checks):
         with _scratch(there) as scratch:
             checks += _tried(probes.exclusive_create(scratch, racers=2, rounds=16), scratch)
     return _presumed(path, mount, checks)
+
+
+def existing(path: Path) -> Path:
+    """`path`, or the nearest folder above it that exists."""
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())
 
 
 def _presumed(path: Path, mount: Mount, checks: list[Check]) -> Report:

@@ -29,6 +29,11 @@ class Check:
     finding: str
     advice: str = ""
 
+    @property
+    def with_advice(self) -> str:
+        """The finding, and what to do about it."""
+        return f"{self.finding}; {self.advice}" if self.advice else self.finding
+
     @classmethod
     def enough(cls, name: str, enough: bool, finding: str, advice: str) -> Check:
         """A check for a sufficient amount of something, with advice if it is not sufficient."""

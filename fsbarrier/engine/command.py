@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsbarrier.engine.model import ModelFolder, sees
+from fsbarrier.engine.model import ModelFolder, sees, within_positions
 from fsbarrier.engine.span import Meeting
 from fsbarrier.processes.addresses import VARIABLES, interface_of
 from fsbarrier.processes.supervisor import with_this_package
@@ -64,8 +64,7 @@ class ServerPlan:
 
 def max_model_len(plan: ServerPlan) -> int:
     """The maximum sequence length: as configured, limited by the model."""
-    wanted = plan.settings.max_model_len
-    return min(wanted, plan.model.max_positions or wanted)
+    return within_positions(plan.settings.max_model_len, plan.model.max_positions)
 
 
 def cpu_cache_bytes(plan: ServerPlan) -> int:

@@ -240,7 +240,7 @@ class Engine:
                     return server, "woken", ""
             else:
                 served = self._as_served(model, policy_version)
-                reason = server.not_loadable(served, known, in_flight=in_flight)
+                reason = server.not_loadable(served, known, reloads=self._reloads, in_flight=in_flight)
                 if reason and in_flight:
                     return server, "kept", f"keeps its weights: {reason}"
                 reason = reason or self._reload(server, served, policy_version, cancel, in_flight, known)
@@ -267,7 +267,7 @@ class Engine:
         wrong = server.differs(known, policy_version, cancel)
         # If the server died during the comparison, we do not know whether reloads work.
         if not wrong or server.child.poll() is None:
-            self._reloads = server.reloads = not wrong
+            self._reloads = not wrong
         return wrong
 
     def _as_served(self, model: ModelFolder, policy_version: int) -> ModelFolder:
@@ -284,7 +284,10 @@ class Engine:
         cancel: threading.Event,
         known: KnownLogprobs | None,
     ) -> Server:
-        """Start a server, wait until it is ready, and compare it with the trainer. Raises ProgramFailed; the server is then stopped."""
+        """Start a server, wait until it is ready, and compare it with the trainer.
+
+        Raises ProgramFailed. The server is then stopped, unless the comparison was cancelled: then it stays, and serves nothing yet.
+        """
         links, meeting = list[Link](), None
         if self._span is not None and self._door is not None:
             links, meeting = self._door.gather(self._span, deadline, self._called_off(cancel))
@@ -296,7 +299,7 @@ class Engine:
             message = server.failure_text(problem)
             self._stop_server()
             raise ProgramFailed(message)
-        server.serving, server.reloads = (model.path, policy_version), self._reloads
+        server.serving = (model.path, policy_version)
         return server
 
     def _follow(self, model: ModelFolder, span: Span, deadline: float, cancel: threading.Event) -> Server:

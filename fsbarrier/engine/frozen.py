@@ -118,8 +118,7 @@ class FrozenEngine:
     # --- the gateway, in its own thread ---
 
     async def _serve(self) -> None:
-        gate = HttpGate(self.replicas.api_key)
-        connect = partial(self._connect, gate)
+        connect = partial(self._connect, HttpGate(self.replicas.api_key))
         servers = [
             await asyncio.start_server(connect, sock=sock, backlog=AT_ONCE) for sock in self._listening
         ]

@@ -72,6 +72,11 @@ def max_positions(config: Config) -> int | None:
     return longest if isinstance(longest, int) and kind in ("default", None) else None
 
 
+def within_positions(wanted: int, positions: int | None) -> int:
+    """A sequence length, limited by the model's positions if they are known."""
+    return min(wanted, positions or wanted)
+
+
 def inspect(path: Path) -> ModelFolder:
     """Inspect the folder `path`, resolving links. Raises ProgramFailed naming the invalid file."""
     folder = path.resolve()

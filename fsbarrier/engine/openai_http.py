@@ -5,8 +5,8 @@ HTTP retries for coroutines are here; filesystem retries for threads are in retr
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 from fsbarrier.store.foreign_json import NotJson, parse
 
@@ -53,6 +53,19 @@ async def asked_again(
         return await request()
 
     return await retrying(attempt)
+
+
+def given_logprobs(answer: Any, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+    """The log-probability of each token of the prompts given those before it, from vLLM's answer to a request with `prompt_logprobs`; 0
+    for the first token. Raises ValueError if the answer does not have them."""
+    try:
+        given = {choice["index"]: choice["prompt_logprobs"][1:] for choice in answer["choices"]}
+        return [
+            [0.0, *(float(entry[str(t)]["logprob"]) for entry, t in zip(given[n], tokens[1:], strict=True))]
+            for n, tokens in enumerate(prompts)
+        ]
+    except (LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"no log-probability of each token: {type(error).__name__}: {error}") from None
 
 
 #: URL prefix of a server that listens on a Unix socket; the rest is the socket's path

@@ -19,7 +19,7 @@ from typing import Any, Self
 from fsbarrier.engine import accelerators, command
 from fsbarrier.engine.client import CalledOff, EngineClient, Refused, Unreachable
 from fsbarrier.engine.model import ModelFolder
-from fsbarrier.engine.openai_http import UNIX
+from fsbarrier.engine.openai_http import UNIX, given_logprobs
 from fsbarrier.engine.own_head import KNOWN
 from fsbarrier.engine.span import Bond, Link
 from fsbarrier.errors import ProgramFailed
@@ -65,8 +65,6 @@ class Server:
     asleep: bool = False
     # The connections to its parts on other nodes; None: it runs on this node alone.
     bond: Bond | None = None
-    # Whether a server of this engine computed what it should after a reload in place; None: not compared yet.
-    reloads: bool | None = None
 
     @classmethod
     def launch(
@@ -154,17 +152,22 @@ class Server:
             ]
         )
 
-    def not_loadable(self, model: ModelFolder, known: KnownLogprobs | None, *, in_flight: bool) -> str:
-        """Why the running server cannot load these weights; "" if it can. `known`: what it will be compared with. Before a reload in flight
-        this must have been done, since running requests would go on with wrong weights until then."""
+    def not_loadable(
+        self, model: ModelFolder, known: KnownLogprobs | None, *, reloads: bool | None, in_flight: bool
+    ) -> str:
+        """Why the running server cannot load these weights; "" if it can. `known`: what it will be compared with.
+
+        `reloads`: whether a server of this engine computed what it should after a reload in place; None: that was not compared yet. It must
+        have been before a reload in flight, since running requests would go on with wrong weights until then.
+        """
         kind = self.first_model.config.get("model_type")
-        if self.reloads is False:
+        if reloads is False:
             return f"this vLLM does not serve a {kind} model rightly after a reload in place"
         if model.tied or self.first_model.tied:
             return "its output head is tied to the embedding, which vLLM does not reload"
         if model.signature is None or model.signature != self.first_model.signature:
             return "the new weights have another configuration or other shapes"
-        if self.reloads is None and kind not in KNOWN and (known is None or in_flight):
+        if reloads is None and kind not in KNOWN and (known is None or in_flight):
             return f"whether vLLM reloads a {kind} model rightly is not known yet"
         return ""
 
@@ -199,15 +202,9 @@ class Server:
             "POST", "/v1/completions", body, timeout_s=self.start_timeout_s, cancel=cancel
         )
         try:
-            found = {one["index"]: one["prompt_logprobs"][1:] for one in answer["choices"]}
-            return [
-                [0.0, *(float(one[str(t)]["logprob"]) for t, one in zip(tokens[1:], found[n], strict=True))]
-                for n, tokens in enumerate(sequences)
-            ]
-        except (LookupError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"it gives no log-probability of each token ({type(error).__name__}: {error})"
-            ) from None
+            return given_logprobs(answer, sequences)
+        except ValueError as error:
+            raise ValueError(f"it gives {error}") from None
 
     def reload(
         self, model: ModelFolder, policy_version: int, cancel: threading.Event, *, in_flight: bool

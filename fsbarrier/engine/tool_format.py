@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+from fsbarrier.store import reading
 
 #: the parser of the most usual format: `<tool_call>{"name": ..., "arguments": ...}</tool_call>`
 USUAL = "hermes"
@@ -46,7 +49,7 @@ def recognised(folder: Path) -> str | None:
     fitting = (one for one in _FORMATS if all(mark in template for mark in one[1]))
     name, _, needed = next(fitting, ("", (), ()))
     if needed:
-        added = _object(folder / "tokenizer.json").get("added_tokens")
+        added = object_in(folder / "tokenizer.json").get("added_tokens")
         texts = (
             {one.get("content") for one in added if isinstance(one, dict)}
             if isinstance(added, list)
@@ -58,22 +61,22 @@ def recognised(folder: Path) -> str | None:
 
 
 def template_of(folder: Path) -> str | None:
-    """The text of a folder's chat template; None if there is none, or several."""
-    for name in ("chat_template.jinja", "chat_template.json"):
-        if (folder / name).is_file():
-            if name.endswith(".jinja"):
-                return (folder / name).read_text(encoding="utf-8", errors="replace")
-            found = _object(folder / name).get("chat_template")
-            return found if isinstance(found, str) else None
-    found = _object(folder / "tokenizer_config.json").get("chat_template")
-    if isinstance(found, list):
-        found = next((one.get("template") for one in found if one.get("name") == "default"), None)
-    return found if isinstance(found, str) and found else None
+    """The text of a folder's chat template; the one called "default" if there are several; None if there is none."""
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8", errors="replace")
+    if (folder / "chat_template.json").is_file():
+        template = object_in(folder / "chat_template.json").get("chat_template")
+        return template if isinstance(template, str) else None
+    template = object_in(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(template, list):
+        named = {each.get("name"): each.get("template") for each in template if isinstance(each, Mapping)}
+        template = named.get("default")
+    return template if isinstance(template, str) and template else None
 
 
-def _object(path: Path) -> dict[str, object]:
+def object_in(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a model's folder; empty if the file is missing or is not one."""
     try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        return reading.json_object(path, ValueError)
+    except ValueError:
         return {}
-    return value if isinstance(value, dict) else {}

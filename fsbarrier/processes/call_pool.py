@@ -14,7 +14,7 @@ import inspect
 import itertools
 import os
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -149,21 +149,25 @@ def answer_calls(make: Callable[[Any], AnswerTo], connection: socket.socket, *, 
         number, question = asked
         answer = answer_to(question)
         if inspect.isawaitable(answer):
-            answer = loop.run_until_complete(_awaited(answer))
+            answer = loop.run_until_complete(answer)
         # Each call begins in the same folder, whichever process it gets.
         os.fchdir(home)
-        loop.run_until_complete(messages.send([number, answer]))
+        loop.run_until_complete(_send(messages, number, answer))
 
 
-async def _awaited(answer: Awaitable[Any]) -> Any:
-    return await answer
+async def _send(messages: Messages, number: int, answer: object) -> None:
+    """Always answer, or the pool waits until the call's limit and then ends the process, with all other calls in it."""
+    try:
+        await messages.send([number, answer])
+    except (ValueError, RecursionError) as error:
+        await messages.send([number, {"error": f"its answer cannot be sent: {error}"}])
 
 
 async def _answer_together(answer_to: AnswerTo, messages: Messages) -> None:
     under_way: set[asyncio.Task[None]] = set()
 
     async def answer(number: int, question: object) -> None:
-        await messages.send([number, await answer_to(question)])
+        await _send(messages, number, await answer_to(question))
 
     while (asked := await messages.receive()) is not None:
         task = asyncio.create_task(answer(*asked))

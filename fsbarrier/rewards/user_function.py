@@ -55,9 +55,7 @@ class FunctionReward(Reward):
         patience_s = [0.0]
         if "engines" in about["asks"]:
             patience_s += [one.patience_s or 0.0 for one in self._engines.values()]
-        if about["together"]:
-            self._turn = nullcontext()
-        else:
+        if not about["together"]:
             self._turn = asyncio.Semaphore(self.processes)
         if "judge" in about["asks"]:
             # Imported late: only a judge needs httpx, which the checks before a run do not load.
@@ -70,7 +68,8 @@ class FunctionReward(Reward):
             if about["together"]:
                 # Allow as many concurrent calls as requests to the judge; waiting for a free slot does not count towards the timeout.
                 self._turn = asyncio.Semaphore(CONCURRENCY)
-        self._patience_s = max(patience_s)
+        # The time limit of one call.
+        self._limit_s = self.timeout_s + max(patience_s)
         hello = {
             "timeout_s": self.timeout_s,
             "limit_s": self._limit_s,
@@ -79,11 +78,6 @@ class FunctionReward(Reward):
         }
         self._calls.begin(hello, together=about["together"])
         self._about = about
-
-    @property
-    def _limit_s(self) -> float:
-        """The time limit of one call."""
-        return self.timeout_s + self._patience_s
 
     async def score(self, task: Task, answer: Answer) -> Score:
         await self.open()

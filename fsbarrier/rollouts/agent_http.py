@@ -77,10 +77,11 @@ class _OwnUserOnly(H11Protocol):
         if not whose:
             return
         transport.abort()
-        if whose not in self.told:
+        # There is no peer if it has left already.
+        if peer and whose not in self.told:
             self.told.add(whose)
             print(
-                f"agents' address: closed a connection of {whose} (from {peer[0]}:{peer[1]})" if peer else "",
+                f"agents' address: closed a connection of {whose} (from {peer[0]}:{peer[1]})",
                 flush=True,
             )
 

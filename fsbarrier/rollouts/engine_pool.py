@@ -247,9 +247,9 @@ class Reservation:
         try:
             response: Any = await self._on_live_engine(ask)
             message: Mapping[str, object] = response["choices"][0]["message"]
+        except EngineDown:
+            raise
         except (Refusal, EngineGone) as error:
-            if isinstance(error, EngineDown):
-                raise
             log_once(DERENDER, f"calls of tools are not read: {error}; {NEEDS}\n")
             return {}
         except (TimeoutError, LookupError, TypeError):

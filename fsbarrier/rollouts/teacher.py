@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fsbarrier.data.trajectory import Trajectory
+from fsbarrier.engine.openai_http import given_logprobs
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.rewards.model_server import ModelServer, ModelServerError
 from fsbarrier.specs import EngineAddress
@@ -48,13 +49,9 @@ class Teacher:
         body = {"model": self._model, "prompt": [tokens], "max_tokens": 1, "prompt_logprobs": 0}
         answer: Any = await self._server.post("/completions", body)
         try:
-            entries = answer["choices"][0]["prompt_logprobs"][1:]
-            found = [float(one[str(t)]["logprob"]) for one, t in zip(entries, tokens[1:], strict=True)]
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise ModelServerError(
-                f"engines.{self._model} gave no log-probability of each token: {type(error).__name__}: {error}"
-            ) from None
-        return [0.0, *found]
+            return given_logprobs(answer, [tokens])[0]
+        except ValueError as error:
+            raise ModelServerError(f"engines.{self._model} gave {error}") from None
 
     async def close(self) -> None:
         await self._server.close()

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,36 @@ from fsbarrier.settings.sections import Settings
 NOT_LOADED = (".md", ".log")
 #: how often a node looks for weights that its engines take in flight
 LOOK_S = 1.0
+
+
+def load_weights(
+    weights: Weights,
+    job: RowJob,
+    workplace: Workplace,
+    settings: Settings,
+    *,
+    show: Callable[[int], None] = lambda ready: None,
+    in_flight: bool = False,
+) -> tuple[list[EngineInfo], list[JsonObject]]:
+    """Make all of this node's engines serve verified weights; returns what serves them, and lines for the journal about the check.
+
+    `show` is told how many replicas are ready. `in_flight`: requests go on with the new weights. Raises ProgramFailed, Cancelled.
+    """
+    folder, lines = checked_weights(weights.folder, job, workplace, weights.policy)
+    workplace.own_engines.use(weights.devices)
+    # A server that is not this run's is never compared.
+    known = known_logprobs(weights.folder, job, workplace, settings) if settings.manages_engine else None
+    infos = workplace.own_engines.ensure(
+        folder,
+        weights.policy_version,
+        threads=weights.threads,
+        cancel=job.cancel,
+        show=show,
+        in_flight=in_flight,
+        span=weights.span,
+        known=known,
+    )
+    return infos, lines
 
 
 def checked_weights(
@@ -128,14 +158,5 @@ class InFlight:
             if not workplace.patiently(job, partial(checkpoints.is_complete, weights.folder.parent)):
                 return
         self.next_look = math.inf
-        folder, lines = checked_weights(weights.folder, job, workplace)
-        infos = workplace.own_engines.ensure(
-            folder,
-            weights.policy_version,
-            threads=weights.threads,
-            cancel=job.cancel,
-            in_flight=True,
-            span=weights.span,
-            known=known_logprobs(weights.folder, job, workplace, self.settings),
-        )
+        infos, lines = load_weights(weights, job, workplace, self.settings, in_flight=True)
         job.events += [*lines, *ready_lines(infos, serving=weights.policy_version, in_flight=True)]

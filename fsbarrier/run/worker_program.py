@@ -145,9 +145,45 @@ class ProgramRun:
         log_file, name = workplace.log_dir / launch.log, self.context.phase.name
         if launch.resident is None:
             return workplace.host.start(argv, env=env, log_file=log_file, name=name, pass_fds=listening)
-        return _give_to_resident(
-            launch.resident, spec, argv, env, log_file, listening, self.context, workplace
+        return self._give_to_resident(launch.resident, spec, argv, env, listening)
+
+    def _give_to_resident(
+        self,
+        resident: Resident,
+        spec: Path,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        pass_fds: Sequence[int],
+    ) -> KeptProgram:
+        """The node's resident program of this name, with `spec` as its job; a new one if there is none, or a new one is asked for.
+
+        Raises ProgramFailed, StoreError, NodeUnfit.
+        """
+        context, workplace = self.context, self.workplace
+        name, kept = resident.name, workplace.residents.get(resident.name)
+        if resident.reuse and (kept is None or kept.name != resident.reuse):
+            raise ProgramFailed(f"{program_name(argv)}, kept from an earlier update, has ended")
+        if kept is not None and (resident.reuse or (resident.reuse is None and kept.alive)):
+            kept.give(spec)
+            return kept
+        workplace.end_resident(name)
+        shown_name, kept_name = name, name
+        if resident.reuse is not None:
+            # The trainer's processes on all nodes belong together, so their name is unique and the same on every node.
+            shown_name, kept_name = context.phase.name, f"{context.generation}.{context.iteration}"
+        try:
+            kept = workplace.host.keep(kept_name, resident.processes, workplace.work_dir / f"{name}-jobs")
+        except OSError as error:
+            raise NodeUnfit(
+                f"node {context.node_rank}: no socket in its temporary folder {workplace.work_dir}: {error.strerror}"
+            ) from None
+        if name == HELPER:
+            argv = own_program("fsbarrier.workers.helper", "--spec", str(spec))
+        kept.start(
+            argv, env=env, log_file=workplace.log_dir / self.launch.log, name=shown_name, pass_fds=pass_fds
         )
+        workplace.residents[name] = kept
+        return kept
 
     def _watch(self, child: Child | KeptProgram) -> int:
         """Wait for the program; returns its exit code. Ends it if its progress file and log do not change for `stall_timeout_s`, or if
@@ -200,44 +236,6 @@ def _environment(argv: Sequence[str], settings: Settings, work_dir: Path) -> Map
     ours = without_secrets(os.environ, (settings.judge.api_key_env, settings.engine.api_key_env))
     # torch loads compiled code from a temporary folder with a predictable name, and leaves folders behind.
     return {**ours, "TMPDIR": str(work_dir)} if name == UPDATE else ours
-
-
-def _give_to_resident(
-    resident: Resident,
-    spec: Path,
-    argv: Sequence[str],
-    env: Mapping[str, str],
-    log_file: Path,
-    pass_fds: Sequence[int],
-    context: Context,
-    workplace: Workplace,
-) -> KeptProgram:
-    """The node's resident program of this name, with `spec` as its job; a new one if there is none, or a new one is asked for.
-
-    Raises ProgramFailed, StoreError, NodeUnfit.
-    """
-    name, kept = resident.name, workplace.residents.get(resident.name)
-    if resident.reuse and (kept is None or kept.name != resident.reuse):
-        raise ProgramFailed(f"{program_name(argv)}, kept from an earlier update, has ended")
-    if kept is not None and (resident.reuse or (resident.reuse is None and kept.alive)):
-        kept.give(spec)
-        return kept
-    workplace.end_resident(name)
-    shown_name, kept_name = name, name
-    if resident.reuse is not None:
-        # The trainer's processes on all nodes belong together, so their name is unique and the same on every node.
-        shown_name, kept_name = context.phase.name, f"{context.generation}.{context.iteration}"
-    try:
-        kept = workplace.host.keep(kept_name, resident.processes, workplace.work_dir / f"{name}-jobs")
-    except OSError as error:
-        raise NodeUnfit(
-            f"node {context.node_rank}: no socket in its temporary folder {workplace.work_dir}: {error.strerror}"
-        ) from None
-    if name == HELPER:
-        argv = own_program("fsbarrier.workers.helper", "--spec", str(spec))
-    kept.start(argv, env=env, log_file=log_file, name=shown_name, pass_fds=pass_fds)
-    workplace.residents[name] = kept
-    return kept
 
 
 def program_name(argv: Sequence[str]) -> str:

@@ -13,11 +13,11 @@ from fsbarrier.context import Context
 from fsbarrier.decisions import JsonRecord, PublishDecision
 from fsbarrier.engine.frozen import address
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.node import NOTHING, Node, Port, Publication, Weights
+from fsbarrier.node import Node, Port, Publication, Weights
 from fsbarrier.processes.rendezvous import LOOPBACK, port_of
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.run.job import RowJob, Workplace, plain_values
-from fsbarrier.run.weights import checked_weights, known_logprobs, ready_lines
+from fsbarrier.run.weights import load_weights, ready_lines
 from fsbarrier.run.worker_program import ProgramRun
 from fsbarrier.rundir import checkpoints, journal, retention
 from fsbarrier.specs import EngineAddress, Launch, PolicyEngine, Spec
@@ -79,8 +79,8 @@ class WorkingNode(Node):
         self.job.add_times(result)
         return spec.report_type().from_json(result)
 
-    def command(self, launch: Launch, spec: JsonRecord | Mapping[str, object] = NOTHING) -> None:
-        own = spec.as_json() if isinstance(spec, JsonRecord) else dict(spec)
+    def command(self, launch: Launch, spec: JsonRecord | None = None) -> None:
+        own = {} if spec is None else spec.as_json()
         told = {**self.context.identity.as_json(), **own}
         ProgramRun(launch, told, self.context, self.job, self.workplace, reports=False).run()
 
@@ -91,21 +91,11 @@ class WorkingNode(Node):
         job.stop_if_cancelled()
         serving = f"engine: policy version {weights.policy_version}"
         job.progress = {"note": serving}
-        folder, lines = checked_weights(weights.folder, job, workplace, weights.policy)
 
         def show(ready: int) -> None:
             job.progress = {"note": f"{serving}, {ready} ready"}
 
-        workplace.own_engines.use(weights.devices)
-        infos = workplace.own_engines.ensure(
-            folder,
-            weights.policy_version,
-            threads=weights.threads,
-            cancel=job.cancel,
-            show=show,
-            span=weights.span,
-            known=known_logprobs(weights.folder, job, workplace, self.context.settings),
-        )
+        infos, lines = load_weights(weights, job, workplace, self.context.settings, show=show)
         # There are lines only if the weights have just been verified, which is once after each update.
         source = {"weights_from": lines[-1]["weights_from"]} if lines else {}
         ready = ready_lines(infos, serving=weights.policy_version, **source)
@@ -210,9 +200,7 @@ class WorkingNode(Node):
             removed = retention.remove_old(
                 log_path,
                 publication.trained_on,
-                # If the trainer's processes are lost, an update continues from their last saved state, and needs these batches again.
-                batches=publication.keep
-                and max(publication.keep, self.context.settings.checkpoint.trainer_every),
+                batches=publication.keep_batches,
                 trajectories=publication.keep_trajectories,
                 between=job.live_on,
             )

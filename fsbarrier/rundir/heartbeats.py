@@ -80,8 +80,9 @@ def names_of_beats(store: Store, paths: RunPaths) -> dict[StartName, Pulse]:
 def with_name(beat: Beat, names: Mapping[StartName, Pulse]) -> Beat:
     """A node's status, with the counter and state of its heartbeat's name if that is newer."""
     pulse = names.get(StartName(beat.rank, beat.incarnation))
-    newer = pulse is not None and pulse.counter > beat.counter
-    return replace(beat, counter=pulse.counter, state=pulse.state) if pulse is not None and newer else beat
+    if pulse is None or pulse.counter <= beat.counter:
+        return beat
+    return replace(beat, counter=pulse.counter, state=pulse.state)
 
 
 def iteration_of_others(log_path: Path, rank: int) -> int:

@@ -230,7 +230,7 @@ def _rollouts(s: Settings, named: AsChosen) -> Iterator[str]:
         yield f"{named('rollout.stop')}: {named('rollout.agent')} names its own stop texts in each request; drop one of the two"
     yield from _drawing(s, named)
     for name, environment in s.all_environments.items():
-        key = f"environments.{name}.command" if name else "environment.command"
+        key = s.environment_key(name, "command")
         if environment.command is None:
             yield f"environments.{name}: needs a command; give {key}"
         elif s.rollout.agent is None:
@@ -238,7 +238,7 @@ def _rollouts(s: Settings, named: AsChosen) -> Iterator[str]:
         elif "{port}" not in environment.command:
             yield f"{named(key)}: needs {{port}}, the port on which the server must listen"
         if environment.health is not None and not environment.health.startswith("/"):
-            yield f"{named(key.removesuffix('command') + 'health')}: must begin with /"
+            yield f"{named(s.environment_key(name, 'health'))}: must begin with /"
     for word in s.rollout.chat_template_kwargs:
         if "=" not in word or not word.partition("=")[0].isidentifier():
             yield f"{named('rollout.chat_template_kwargs')}: {word!r} must have the form name=value"

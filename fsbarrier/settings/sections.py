@@ -665,6 +665,11 @@ class Settings(Section):
         one = {"": self.environment} if self.environment.command is not None else {}
         return {**one, **self.environments}
 
+    @staticmethod
+    def environment_key(name: str, setting: str) -> str:
+        """The dotted name of a setting of one of `all_environments`."""
+        return f"environments.{name}.{setting}" if name else f"environment.{setting}"
+
     @property
     def manages_engine(self) -> bool:
         """Whether the daemon starts and stops the vLLM server; if not, it uses an existing one."""

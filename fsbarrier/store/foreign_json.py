@@ -25,10 +25,8 @@ class NotJson(ValueError):
     """A text is not acceptable JSON. The message says why."""
 
 
-def parse(data: bytes | bytearray | str, most: int | None = None) -> Any:
-    """Parse a JSON text in UTF-8 of at most `most` bytes. Raises NotJson and nothing else."""
-    if most is not None and len(data) > most:
-        raise NotJson(f"has {len(data)} bytes, and {most} are allowed")
+def parse(data: bytes | bytearray | str) -> Any:
+    """Parse a JSON text in UTF-8. Raises NotJson and nothing else."""
     try:
         value = msgspec.json.decode(data)
     except RecursionError:
@@ -40,9 +38,9 @@ def parse(data: bytes | bytearray | str, most: int | None = None) -> Any:
     return value
 
 
-def parse_object(data: bytes | bytearray | str, most: int | None = None) -> dict[str, Any]:
+def parse_object(data: bytes | bytearray | str) -> dict[str, Any]:
     """Like `parse`, but the value must be a JSON object. Raises NotJson."""
-    value = parse(data, most)
+    value = parse(data)
     if not isinstance(value, dict):
         raise NotJson("is not a JSON object")
     return value

@@ -43,11 +43,9 @@ def check(
         trusted.add(owner_at(existing))
     way = [path for path in (real, *(real / name for name in inside)) if os.path.lexists(path)]
     for path in way:
-        if not (trust_mount and modes_are_forced(path)):
-            _check(path, trusted, shared_group, f"{named} {folder}")
+        _check(path, trusted, shared_group, trust_mount, f"{named} {folder}")
     for path in _on_the_way(folder):
-        if not (trust_mount and modes_are_forced(path)):
-            _check(path, trusted | _not_mapped(), shared_group, f"{named} {folder}", sticky=True)
+        _check(path, trusted | _not_mapped(), shared_group, trust_mount, f"{named} {folder}", sticky=True)
 
 
 def _on_the_way(path: Path) -> Iterator[Path]:
@@ -63,8 +61,13 @@ def _on_the_way(path: Path) -> Iterator[Path]:
             current = Path("/") if target.is_absolute() else current.parent
 
 
-def _check(path: Path, trusted: set[int], shared_group: bool, named: str, *, sticky: bool = False) -> None:
+def _check(
+    path: Path, trusted: set[int], shared_group: bool, trust_mount: bool, named: str, *, sticky: bool = False
+) -> None:
     status = os.lstat(path)
+    # What a link leads to says nothing about who may redirect the link.
+    if trust_mount and not stat.S_ISLNK(status.st_mode) and modes_are_forced(path):
+        return
     # A link's own mode means nothing.
     mode = 0 if stat.S_ISLNK(status.st_mode) or (sticky and status.st_mode & stat.S_ISVTX) else status.st_mode
     if mode & (stat.S_IWOTH | stat.S_IWGRP) and modes_are_forced(path):

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.errors import ProgramFailed, first_line
+from fsbarrier.specs import Identity
 from fsbarrier.store import files
 from fsbarrier.training.vision_inputs import VisionInputs
 
@@ -126,6 +127,16 @@ def minibatches(count: int, size: int, epochs: int, *, seed: str) -> list[Tensor
         random.Random(f"{seed}:{epoch}").shuffle(order)
         steps += torch.tensor(order, dtype=torch.int64).tensor_split(max(1, round(count / size)))
     return steps
+
+
+def batch_metadata(identity: Identity, policy_version: int) -> dict[str, object]:
+    """Where a batch comes from, and which policy it is to train."""
+    return {
+        "run_id": identity.run_id,
+        "iteration": identity.iteration,
+        "generation": identity.generation,
+        "policy_version": policy_version,
+    }
 
 
 def write_batch(

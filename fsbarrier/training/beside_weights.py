@@ -116,7 +116,7 @@ def copy_beside(source: Path, out: Path, root: Path | None) -> dict[str, FileDig
         target = out / name
         files.make_dirs(target.parent)
         copied[str(name)] = checkpoints.copy_listed(path, target, digest, root)
-    for folder in {(out / name).parent for name in copied}:
+    for folder in {out / above for name in copied for above in Path(name).parents}:
         files.fsync_dir(folder)
     return copied
 

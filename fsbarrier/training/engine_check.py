@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from fsbarrier.engine.model import max_positions, placeholder_ids
+from fsbarrier.engine.model import max_positions, placeholder_ids, within_positions
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.rundir.known_logprobs import KnownLogprobs, KnownSequence
 from fsbarrier.settings.sections import Settings
@@ -35,7 +35,7 @@ def known_logprobs(trainer: Trainer, batch: TrainingBatch, settings: Settings) -
     A model that takes images has none: the engine's log-probabilities of given tokens count placeholders for images as possible tokens.
     """
     config = trainer.model.causal.config.to_dict()
-    longest = min(settings.engine.max_model_len, max_positions(config) or settings.engine.max_model_len)
+    longest = within_positions(settings.engine.max_model_len, max_positions(config))
     # The engine must have room for one token more.
     small = None if placeholder_ids(config) else windows(batch, longest - 1)
     if small is None:
@@ -59,10 +59,11 @@ def windows(batch: TrainingBatch, longest: int) -> TrainingBatch | None:
     """Pieces of the first sequences of a batch, with what stands before the first sampled token; None if nothing was sampled."""
     tokens, masks = list[Tensor](), list[Tensor]()
     for begin, end in pairwise(batch.offsets.tolist()):
+        if len(tokens) == SEQUENCES or sum(int(mask.sum()) for mask in masks) >= COMPARED:
+            break
         # The first token has no prediction.
         sampled = batch.loss_mask[begin + 1 : end].nonzero()
-        compared = sum(int(mask.sum()) for mask in masks)
-        if not len(sampled) or compared >= COMPARED or len(tokens) == SEQUENCES:
+        if not len(sampled):
             continue
         first = begin + max(0, int(sampled[0]) + 1 - min(WINDOW, longest) // 2)
         window = slice(first, min(end, first + min(WINDOW, longest)))

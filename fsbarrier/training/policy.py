@@ -39,7 +39,10 @@ def load(
     *,
     value: bool = False,
 ) -> PreTrainedModel:
-    """Load the model in `folder`, in `dtype` ("auto": its own) and without dropout. Raises UsageError if it is incomplete."""
+    """Load the model in `folder`, in `dtype` ("auto": its own, but buffers in float32) and without dropout.
+
+    Raises UsageError if it is incomplete.
+    """
     # The progress bar of transformers would fill the log.
     transformers.utils.logging.disable_progress_bar()
     with _naming(folder):

@@ -20,14 +20,14 @@ from fsbarrier.training.trainer import Trainer
 class Beginning:
     """`model`: the folder of the weights. `state_in`: the newest version with a trainer state, if any; `trained_since`: the batches that
     led from it to the policy to train. `again`: those of them to train again first, because the processes that had trained them have ended.
-    `went_back`: why an earlier policy is trained, or "". `note`: a message for people."""
+    `went_back`: an earlier policy is trained. `note`: a message for people, if processes were lost."""
 
     trainer: Trainer
     model: Path
     state_in: str | None
     trained_since: tuple[str, ...] = ()
     again: tuple[str, ...] = ()
-    went_back: str = ""
+    went_back: bool = False
     note: str = ""
 
 
@@ -99,6 +99,6 @@ def load_start(
     # Nodes may see different directory listings, so all of them must have found the batches.
     if since and all(gather_json(all((batches / name).is_file() for name in since))):
         note = f"{lost}trained again from version {number} on: {counted(len(since), 'batch', 'batches')}"
-        return Beginning(trainer, origin, state_in, since, again=since, note=note)
-    why = f"{lost}falling back to version {number}, the newest one with a trainer state"
-    return Beginning(trainer, origin, state_in, went_back=why, note=why)
+        return Beginning(trainer, origin, state_in, again=since, note=note)
+    note = f"{lost}falling back to version {number}, the newest one with a trainer state"
+    return Beginning(trainer, origin, state_in, went_back=True, note=note)

@@ -21,7 +21,7 @@ from fsbarrier.processes.worker_contract import ProgressWriter, run_worker
 from fsbarrier.settings.sections import Settings
 from fsbarrier.specs import ExamplesReport, ExamplesSpec
 from fsbarrier.store import reading
-from fsbarrier.training.batch import TrainingSequence, minibatches, write_batch
+from fsbarrier.training.batch import TrainingSequence, batch_metadata, minibatches, write_batch
 
 
 @ExamplesSpec.program
@@ -59,12 +59,7 @@ def work(spec: ExamplesSpec, settings: Settings, progress: ProgressWriter) -> Ex
     identity = spec.identity
     seed = f"{settings.rollout.seed}:{identity.iteration}"
     steps = minibatches(len(train), settings.trainer.minibatch, settings.trainer.epochs, seed=seed)
-    metadata = {
-        "run_id": identity.run_id,
-        "iteration": identity.iteration,
-        "generation": identity.generation,
-        "policy_version": spec.policy_version,
-    }
+    metadata = batch_metadata(identity, spec.policy_version)
     write_batch(spec.batch, [*train, *held_out], steps, metadata)
     return ExamplesReport(
         trajectories=len(train),
@@ -96,7 +91,6 @@ def tokens_of(
     """
     tokens: list[int] = []
     trained: list[bool] = []
-    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     open_end = False
     for text, answer in pieces:
         # A plain-text prompt gets the tokens that the tokenizer puts around each text, unless it has them already.
@@ -104,7 +98,7 @@ def tokens_of(
         ids: list[int] = tokenizer(text, add_special_tokens=around)["input_ids"]
         if plain and answer and tokenizer.eos_token_id is not None:
             ids.append(tokenizer.eos_token_id)
-        end = _end_of_turn(tokenizer, ids, ends, special) if answer else None
+        end = _end_of_turn(tokenizer, ids, ends) if answer else None
         last = len(ids) - 1 if end is None else end
         tokens += ids
         marks = [answer and at <= last for at in range(len(ids))]
@@ -119,14 +113,13 @@ def tokens_of(
     return tokens, [False, *trained[1:]]
 
 
-def _end_of_turn(
-    tokenizer: Any, found: Sequence[int], ends: Collection[int], special: Collection[int]
-) -> int | None:
+def _end_of_turn(tokenizer: Any, found: Sequence[int], ends: Collection[int]) -> int | None:
     """The index of the token that ends an answer's turn; the template's tokens after it are not trained on. It is the last of the model's
     end tokens, or without one a special token that only spaces follow; None if there is neither."""
     at = max((at for at, token in enumerate(found) if token in ends), default=None)
     if at is not None:
         return at
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     at = max((at for at, token in enumerate(found) if token in special), default=None)
     return at if at is not None and not tokenizer.decode(found[at + 1 :]).strip() else None
 

@@ -27,7 +27,14 @@ from fsbarrier.settings.sections import AlgorithmSettings, Settings
 from fsbarrier.specs import PrepareReport, PrepareSpec
 from fsbarrier.store import reading
 from fsbarrier.training.advantages import batch_advantages, counted_reward, weigh_group
-from fsbarrier.training.batch import TrainingSequence, check, minibatches, sequences_of, write_batch
+from fsbarrier.training.batch import (
+    TrainingSequence,
+    batch_metadata,
+    check,
+    minibatches,
+    sequences_of,
+    write_batch,
+)
 from fsbarrier.trajectories import load
 
 T = TypeVar("T")
@@ -59,12 +66,7 @@ def work(spec: PrepareSpec, settings: Settings, progress: ProgressWriter) -> Pre
     numbered = [replace(sequence, group=number) for number, group in enumerate(chosen) for sequence in group]
     sequences = weighed_as_batch(numbered, settings.algorithm)
     steps = minibatches(len(sequences), settings.trainer.minibatch, settings.trainer.epochs, seed=seed)
-    metadata = {
-        "run_id": identity.run_id,
-        "iteration": identity.iteration,
-        "generation": identity.generation,
-        "policy_version": spec.policy_version,
-    }
+    metadata = batch_metadata(identity, spec.policy_version)
     write_batch(spec.batch, sequences, steps, metadata)
     return PrepareReport(
         trajectories=len(sequences),

@@ -147,6 +147,11 @@ class Update:
         with_critic = self.settings.algorithm.has_critic
         return with_critic and self.spec.new_policy_version <= self.settings.critic.warmup
 
+    @property
+    def steps(self) -> int:
+        """The number of optimizer steps of the policy and the critic together."""
+        return len(self.batch.steps) * (1 + (self.settings.algorithm.has_critic and not self.warms_up))
+
     def train(self, start: Beginning, progress: ProgressWriter) -> Sums:
         """Do the optimizer steps of the batches to train again, then those of this batch. After a fallback to an older policy there are no
         steps, because it did not sample these rollouts."""
@@ -155,7 +160,7 @@ class Update:
             self._of(version, name)._train(start, progress)
         totals = self._train(start, progress)
         if self.processes.is_main:
-            progress.show(1, 1, "steps", last=True, note="saving")
+            progress.show(self.steps, self.steps, "steps", last=True, note="saving")
         return totals
 
     def _of(self, version: int, batch: str) -> Update:
@@ -166,11 +171,10 @@ class Update:
     def _train(self, start: Beginning, progress: ProgressWriter) -> Sums:
         processes, totals = self.processes, Sums()
         torch.manual_seed(self.spec.new_policy_version)
-        steps = len(self.batch.steps) * (1 + (self.settings.algorithm.has_critic and not self.warms_up))
 
         def show(step: int) -> None:
             if processes.speaks_for_its_node:
-                progress.show(step, steps, "steps", last=step == steps)
+                progress.show(step, self.steps, "steps", last=step == self.steps)
 
         if not start.went_back:
             batch, trainer = self.batch, start.trainer

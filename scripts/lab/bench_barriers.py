@@ -36,8 +36,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import barrier_latency as benchmark
-from barrier_latency import START_S, Latency
+from bench_latency import START_S, Latency, ping
 
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.processes.rendezvous import LOOPBACK, listen, port_of
@@ -246,7 +245,7 @@ class NotHere(Exception):
 def measure(kind: str, folder: Path, nodes: int, rounds: int, args: argparse.Namespace) -> Latency:
     """Raises NotHere, ProgramFailed."""
     if kind == "daemons":
-        return benchmark.ping(folder, nodes, 1 + rounds // 14)
+        return ping(folder, nodes, 1 + rounds // 14)
     files.make_dirs(folder)
     if kind == "ray":
         return by_ray(nodes, rounds, args.ray_python)

@@ -7,12 +7,13 @@ import sys
 import time
 from collections import Counter
 
+import lab_command
 from sim.campaign import SeedVerdict, campaign, make_world, violations_in
 from sim.setup import KINDS, Setup, parse_mix
 from sim.transcript import transcript, violations
 
 from fsbarrier.cli.commands import flags
-from fsbarrier.errors import EXIT_INTERNAL, FsbarrierError, UsageError
+from fsbarrier.errors import EXIT_INTERNAL, UsageError
 from fsbarrier.protocol.wording import counted
 
 #: maximum number of failing seeds to print
@@ -92,10 +93,4 @@ def _replay(args: argparse.Namespace, seed: int) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_arguments(parser)
-    try:
-        sys.exit(main(parser.parse_args()))
-    except FsbarrierError as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    sys.exit(lab_command.run(__doc__, add_arguments, main))

@@ -14,12 +14,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Place:
-    #: added to the environment; None: removed. `{here}` is a folder of the test's own
+    #: added to the environment; None: removed
     environ: Mapping[str, str | None] = field(default_factory=dict)
     #: done in the child before the command starts
     before: Callable[[], object] = lambda: None
-    #: the name of the run directory's folder
-    folder: str = "here"
     #: the user id that it runs as; only root can give another one
     user: int | None = None
     #: run every day; the others are slow

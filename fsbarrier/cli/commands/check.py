@@ -58,14 +58,16 @@ def main(args: argparse.Namespace) -> int:
     folder = model_folder.find_model(args.model, data, os.environ)
     model_folder.check_lengths(folder, settings)
     named = task_files.needed_files(settings)
+    tried: list[Task] = []
     for split, source in task_files.read_tasks(data, named, settings, model=folder, say=print).items():
         read = tasks.read_tasks(Path(source["path"]))
         print(printable(f"{split}: {counted(read.count, 'task')} in {read.path}"), flush=True)
-        for line in _described(list(read.tasks.values()), folder, settings):
+        listed = list(read.tasks.values())
+        tried = tried or listed[:TRIED]
+        for line in _described(listed, folder, settings):
             print(line)
     node_checks.try_user_code(settings)
-    first = [*tasks.read_tasks(Path(source["path"]), range(min(TRIED, read.count))).tasks.values()]
-    for line in asyncio.run(_rewards(first, settings)):
+    for line in asyncio.run(_rewards(tried, settings)):
         print(printable(line))
     return 0
 
@@ -94,9 +96,11 @@ def _described(tasks: Sequence[Task], folder: Path, settings: Settings) -> Itera
     equal = len(tasks) - len({repr(task.prompt) for task in tasks})
     if equal:
         yield f"  {counted(equal, 'prompt')} equal to an earlier one"
+    conversations = any(not isinstance(task.prompt, str) for task in tasks[:SHOWN])
+    render = chat_template.renderer(folder, "the prompt") if conversations else None
     for task in tasks[:SHOWN]:
         text = task.prompt if isinstance(task.prompt, str) else ""
-        if not text and (render := chat_template.renderer(folder, "the prompt")) is not None:
+        if not text and render is not None:
             text = chat_template.rendered(render, task, arguments)
         more = "" if len(text) <= MOST_SHOWN else f"\n… and {len(text) - MOST_SHOWN:,} characters more"
         yield printable(f"  task {task.task_id}, as the policy sees it:")
@@ -107,10 +111,10 @@ async def _rewards(tasks: Sequence[Task], settings: Settings) -> list[str]:
     """Show the rewards of some tasks' reference answers, and of nonsense."""
     from fsbarrier.rewards.kinds import open_reward
     from fsbarrier.rewards.score import Answer
-    from fsbarrier.settings.value_types import reward_kinds
+    from fsbarrier.settings.value_types import reward_kinds, scoring_engines
 
     own = settings.reward
-    if any(kind == "judge" or kind.startswith("engines.") for kind in reward_kinds(own.kind)):
+    if "judge" in reward_kinds(own.kind) or scoring_engines(own.kind):
         return [f"reward.kind={own.kind}: not tried, as it asks a model"]
     known = [task for task in tasks if task.answer is not None]
     if not known:

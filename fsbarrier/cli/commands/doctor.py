@@ -101,8 +101,7 @@ def _self(args: argparse.Namespace) -> int:
         print(json.dumps([asdict(check) for check in checks], indent=2))
     else:
         for check in checks:
-            advice = f"; {check.advice}" if check.advice else ""
-            print(f"{check.level:<8} {check.name}: {check.finding}{advice}")
+            print(f"{check.level:<8} {check.name}: {check.with_advice}")
     return UsageError.exit_code if any(check.level == REFUSED for check in checks) else 0
 
 

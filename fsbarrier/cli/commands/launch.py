@@ -17,7 +17,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -117,7 +117,7 @@ def _job(args: argparse.Namespace, nodes: int, log_path: str) -> ClusterJob:
     from fsbarrier.settings.resolve import resolve
 
     args.num_nodes, args.log_path = str(nodes), log_path
-    resolve(flags.gather(args))
+    settings = resolve(flags.gather(args))
     words = flags.words_for_others(args, f"launch {args.place}")
     run, stop = commands_here(args.fsbarrier or ("fsbarrier" if args.place in CONTAINERS else None))
     return ClusterJob(
@@ -129,11 +129,11 @@ def _job(args: argparse.Namespace, nodes: int, log_path: str) -> ClusterJob:
         run=run,
         stop=stop,
         words=words,
-        env=_variables(args),
+        env=_variables(args, settings.tracker.names),
     )
 
 
-def _variables(args: argparse.Namespace) -> tuple[str, ...]:
+def _variables(args: argparse.Namespace, trackers: Sequence[str]) -> tuple[str, ...]:
     """The names after --env. Warns if the nodes would lack a tracker's key. Raises UsageError."""
     names = tuple(dict.fromkeys(args.env or ()))
     for name in names:
@@ -141,11 +141,9 @@ def _variables(args: argparse.Namespace) -> tuple[str, ...]:
             raise UsageError(f"--env {name.partition('=')[0]}=...: name a variable, without its value")
         if args.place in ("ssh", "slurm") and not args.dry_run and name not in os.environ:
             raise UsageError(f"--env {name}: is not set here; export it first")
-    chosen = {item.key: item.value for item in flags.gather(args)}
-    trackers = chosen.get("tracker.names", ())
-    for tracker in trackers if isinstance(trackers, list | tuple) else str(trackers).split(","):
-        # Slurm hands on the whole environment anyway.
-        key = next(iter(TRACKERS_KEYS.get(str(tracker).strip(), ())), None) if args.place != "slurm" else None
+    # Slurm hands on the whole environment anyway.
+    for tracker in trackers if args.place != "slurm" else ():
+        key = next(iter(TRACKERS_KEYS.get(tracker, ())), None)
         if key is not None and key not in names:
             flags.say(
                 f"tracker.names={tracker}: if it needs a key, the nodes get it from here with --env {key}"

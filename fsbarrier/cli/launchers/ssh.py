@@ -101,6 +101,7 @@ def run_all(job: ClusterJob, hosts: Sequence[str], ssh: Sequence[str], logs: Pat
             argv = ["sh", "-c", f'exec "$@" </dev/fd/{stdin}', "sh", *command]
             log, name = logs / f"node_{rank}.log", f"node {rank} on {hosts[rank]}"
             children[rank] = Child.start(argv, log_file=log, name=name, pass_fds=(stdin,))
+            os.close(stdin)
         say(
             f"started {counted(len(children), 'node')} on {', '.join(hosts)}, output in {logs}; Ctrl-C stops them"
         )

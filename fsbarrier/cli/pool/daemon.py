@@ -126,7 +126,7 @@ class _Node:
         if place.rank == 0:
             words = ["--master", "--num-nodes", str(job.nodes), *where, *job.words]
         else:
-            shared = ["--shared-group"] if "--shared-group" in job.words else []
+            shared = [flag for flag in ("--shared-group", "--trust-mount") if flag in job.words]
             words = ["--worker", str(place.rank), *where, *shared]
         environ = ranks.without_launchers(os.environ)
         self._serves = place

@@ -93,19 +93,15 @@ def begin(request: Request, say: Say = lambda line: None) -> Start:
         chosen["num_nodes"] = ChosenValue("num_nodes", count.value, count.source)
         asked = replace(asked, typed=replace(typed, num_nodes=count.value))
     _admit(log_path, write=not request.dry_run)
-    for noticed in [] if request.dry_run else machine.quick(_there(log_path)):
+    for noticed in [] if request.dry_run else machine.quick(examine.existing(log_path)):
         if noticed.level == WARNING:
-            say(f"{noticed.name}: {noticed.finding}; {noticed.advice}")
+            say(f"{noticed.name}: {noticed.with_advice}")
     known = asked.typed.num_nodes if "num_nodes" in chosen else None
     rank = _rank(request, known)
     if told := ranks.alone_in_a_job(rank, asked.typed.num_nodes, request.environ):
         say(told)
     record = _find_record(asked, rank)
     return _create(asked, rank) if record is None else _join(asked, record, rank)
-
-
-def _there(path: Path) -> Path:
-    return next(folder for folder in (path, *path.parents) if folder.is_dir())
 
 
 def _admit(log_path: Path, *, write: bool) -> None:
@@ -120,10 +116,9 @@ def _admit(log_path: Path, *, write: bool) -> None:
             raise StoreError(f"--log-path {log_path}: {error.strerror}") from None
         raise UsageError(f"--log-path {log_path}: not writable: {error.strerror or error}") from None
     if report.refused:
-        found = report.refused[0]
-        advice = f"; {found.advice}" if found.advice else ""
+        why = report.refused[0].with_advice
         raise StoreError(
-            f"--log-path {log_path}: its filesystem cannot support a run: {found.finding}{advice} (details: fsbarrier doctor)"
+            f"--log-path {log_path}: its filesystem cannot support a run: {why} (details: fsbarrier doctor)"
         )
 
 
@@ -148,6 +143,12 @@ class _Asked:
             named="--log-path",
             inside=runrecord.STEERING,
         )
+
+    def check_this_node(self, settings: Settings, program: Program) -> None:
+        """Checks what this node has, and says once who else could run code in the run. Raises UsageError."""
+        check_node(settings, program, self.request.environ, dry_run=self.request.dry_run)
+        if line := exposed(settings):
+            self.say(line)
 
     def check_rank(self, rank: ranks.Choice | None, num_nodes: int) -> None:
         """Raises UsageError if the run has several nodes and this node's rank is unknown."""
@@ -222,9 +223,7 @@ def _create(asked: _Asked, rank: ranks.Choice | None) -> Start:
     settings = resolve(chosen.values(), below)
     settings = model_folder.with_engines_folders(settings, settings.data_path, request.environ)
     asked.check_rank(rank, settings.num_nodes)
-    check_node(settings, program, request.environ, dry_run=request.dry_run)
-    if line := exposed(settings):
-        asked.say(line)
+    asked.check_this_node(settings, program)
     tasks, model = _inputs(settings, program, asked, demo_tasks.FOLDER if is_demo else None)
     if is_demo:
         # The run gets a copy.
@@ -327,9 +326,7 @@ def _join(asked: _Asked, record: RunRecord, rank: ranks.Choice | None) -> Start:
     until = typed.iterations if "iterations" in chosen else settings.iterations
     settings = _with_choices(asked, settings)
     # Environment variables, packages and the places of files may differ between nodes.
-    check_node(settings, program, request.environ, dry_run=request.dry_run)
-    if line := exposed(settings):
-        asked.say(line)
+    asked.check_this_node(settings, program)
     runrecord.check_tasks(record)
     if program.reads_data:
         task_files.check_recorded(settings, record.tasks)

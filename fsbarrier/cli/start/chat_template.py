@@ -15,7 +15,7 @@ from fsbarrier.data.images import Message
 from fsbarrier.data.messages import for_template
 from fsbarrier.data.tasks import place
 from fsbarrier.engine.model import placeholder_ids
-from fsbarrier.engine.tool_format import template_of
+from fsbarrier.engine.tool_format import object_in, template_of
 from fsbarrier.errors import UsageError, first_line
 
 if TYPE_CHECKING:
@@ -53,21 +53,14 @@ def check(folder: Path, tasks: Iterable[Task], path: Path, arguments: Mapping[st
         if roles in seen:
             continue
         seen.add(roles)
-        given = {**arguments, **task.chat_template_kwargs}
         try:
-            text = render(
-                messages=for_template(task.messages),
-                add_generation_prompt=True,
-                tools=list(task.tools) or None,
-                **given,
-            )
+            text = rendered(render, task, arguments)
         except Exception as error:
             raise UsageError(
                 f"{where}: the chat template of {folder} cannot render the prompt: {error}"
             ) from None
-        if dropped := _dropped(
-            folder, partial(render, **given), task.messages, task.tools, task.chat_template_kwargs
-        ):
+        filled = partial(render, **{**arguments, **task.chat_template_kwargs})
+        if dropped := _dropped(folder, filled, task.messages, task.tools, task.chat_template_kwargs):
             raise UsageError(
                 f"{place(path, task.index)}: the chat template of {folder} leaves out {dropped}; {_REMEDY}"
             )
@@ -91,8 +84,9 @@ def check(folder: Path, tasks: Iterable[Task], path: Path, arguments: Mapping[st
 
 def rendered(render: Callable[..., str], task: Task, arguments: Mapping[str, object]) -> str:
     """The prompt of a task, as the engine will render it."""
+    messages, tools = for_template(task.messages), list(task.tools) or None
     given = {**arguments, **task.chat_template_kwargs}
-    return render(messages=task.messages, add_generation_prompt=True, tools=list(task.tools) or None, **given)
+    return render(messages=messages, add_generation_prompt=True, tools=tools, **given)
 
 
 def check_examples(
@@ -181,8 +175,8 @@ def _dropped(
 
 def _place_of_image(folder: Path) -> str:
     """The text that stands for an image in a prompt; empty (which any text has) if that is not known."""
-    tokens = placeholder_ids(_object(folder / "config.json"))
-    added = _object(folder / "tokenizer.json").get("added_tokens", ()) if tokens else ()
+    tokens = placeholder_ids(object_in(folder / "config.json"))
+    added = object_in(folder / "tokenizer.json").get("added_tokens", ()) if tokens else ()
     return next((str(one["content"]) for one in added if one["id"] in tokens[:1]), "")
 
 
@@ -215,17 +209,9 @@ def renderer(folder: Path, what: str) -> Callable[..., str] | None:
         raise UsageError(
             f"the chat template of {folder} is not valid: line {error.lineno}: {error.message}"
         ) from None
-    special = _object(folder / "special_tokens_map.json") | _object(folder / "tokenizer_config.json")
+    special = object_in(folder / "special_tokens_map.json") | object_in(folder / "tokenizer_config.json")
     tokens = {name: _text_of(value) for name, value in special.items() if name.endswith("_token")}
     return lambda **given: template.render(**{**tokens, "tools": None, **given})
-
-
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _text_of(token: object) -> str:

@@ -19,7 +19,7 @@ from fsbarrier.engine import accelerators, command, model, tool_format
 from fsbarrier.engine.placement import replicas
 from fsbarrier.errors import FsbarrierError, UsageError
 from fsbarrier.loader import load_program
-from fsbarrier.node import NOTHING, Node, Port, Publication, Weights
+from fsbarrier.node import Node, Port, Publication, Weights
 from fsbarrier.processes.rendezvous import LOOPBACK
 from fsbarrier.program import RowFunction, value_of
 from fsbarrier.protocol.facts import Join, JsonObject, Member, Payload
@@ -63,7 +63,7 @@ class DescribingNode(Node):
         self._describe(launch or spec.launch)
         return spec.report_type()()
 
-    def command(self, launch: Launch, spec: JsonRecord | Mapping[str, object] = NOTHING) -> None:
+    def command(self, launch: Launch, spec: JsonRecord | None = None) -> None:
         self._describe(launch)
 
     def _describe(self, launch: Launch) -> None:
@@ -75,22 +75,22 @@ class DescribingNode(Node):
         settings, folder = self.context.settings, weights.folder
         self.lines.append(f"engine: serve {folder} as policy version {weights.policy_version}")
         if weights.policy_version:
-            pass
-        elif settings.debug_mode:
+            return ()
+        if settings.debug_mode:
             self.lines.append("engine: use your own server (--debug-mode)")
         elif not folder.is_dir():
             self.lines.append("engine: start vLLM on the model, once the run has created it")
         else:
             wanted, known = settings.rollout.tool_parser, tool_format.recognised(folder)
-            parser = tool_format.parser_of(folder, wanted)
-            how = (
-                "rollout.tool_parser"
-                if wanted
-                else "by the chat template"
-                if known
-                else "the chat template names none"
-            )
+            parser = tool_format.parser_of(folder, wanted or known)
             if settings.rollout.agent:
+                how = (
+                    "rollout.tool_parser"
+                    if wanted
+                    else "by the chat template"
+                    if known
+                    else "the chat template names none"
+                )
                 self.lines.append(f"calls of tools: read by vLLM's parser {parser} ({how})")
             self.lines.extend(_servers(folder, settings.engine, weights.threads, tool_parser=parser))
         return ()

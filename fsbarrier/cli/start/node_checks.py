@@ -154,7 +154,7 @@ def _commands(settings: Settings, environ: Environ) -> None:
     if settings.notify.command is not None:
         _check_command("notify.command", settings.notify.command)
     for name, one in settings.all_environments.items():
-        _check_command(f"environments.{name}.command" if name else "environment.command", str(one.command))
+        _check_command(settings.environment_key(name, "command"), str(one.command))
     command = settings.trainer.command
     if command is None:
         return

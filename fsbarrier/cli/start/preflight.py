@@ -33,7 +33,7 @@ def default_log_path(environ: Environ) -> Path:
         return absolute(named)
     base = checkout() or Path.cwd()
     there = base / "runs" if (base / "runs").is_dir() else base
-    if os.access(there, os.W_OK | os.X_OK) or not (home := Path.home()).is_dir():
+    if os.access(there, os.W_OK | os.X_OK) or not (home := Path(os.path.expanduser("~"))).is_dir():
         return base / "runs" / "default"
     return home / "fsbarrier-runs" / "default"
 

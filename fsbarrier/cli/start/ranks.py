@@ -62,7 +62,9 @@ def _from_environ(environ: Environ, num_nodes: int | None) -> Choice | None:
     given = [
         (Choice(launcher.number(environ, launcher.rank), launcher.rank), launcher)
         for launcher in LAUNCHERS
-        if _text(environ, launcher.rank) and launcher.applies(environ, num_nodes)
+        if _text(environ, launcher.rank)
+        and launcher.applies(environ, num_nodes)
+        and not launcher.why_not(environ)
     ]
     for choice, launcher in given[1:]:
         used, of = given[0]
@@ -105,7 +107,7 @@ def count_nodes(rank: Choice | None, environ: Environ) -> Choice | None:
 
 def _counts(launcher: Launcher, environ: Environ) -> Iterator[Choice]:
     """The numbers of nodes that a launcher's variables say. Raises UsageError."""
-    for name in (name for pattern in launcher.counts for name in _set_and_like(pattern, environ)):
+    for name in _set_counts(launcher, environ):
         text = _text(environ, name)
         if re.fullmatch(r"\d+:\d+", text):
             raise UsageError(f"{name}={text}: a range of nodes; give --num-nodes {text} on every node")
@@ -136,13 +138,17 @@ def check_count(rank: Choice | None, environ: Environ, *, dry_run: bool) -> None
     for launcher in LAUNCHERS if rank is None and not dry_run else ():
         if _text(environ, launcher.rank) and launcher.why_not(environ):
             raise UsageError(f"{launcher.why_not(environ)}; {HOW_TO_SAY}")
-        names = [name for pattern in launcher.counts for name in _set_and_like(pattern, environ)]
-        several = [name for name in names if _several(launcher, environ, name)]
+        several = [name for name in _set_counts(launcher, environ) if _several(launcher, environ, name)]
         if several:
             raise UsageError(
                 f"{several[0]}={_text(environ, several[0])}: a launcher started several processes, but "
                 f"{_why_unused(launcher.rank, environ)}; {HOW_TO_SAY}"
             )
+
+
+def _set_counts(launcher: Launcher, environ: Environ) -> list[str]:
+    """The variables with a launcher's number of nodes that are set."""
+    return [name for pattern in launcher.counts for name in _set_and_like(pattern, environ)]
 
 
 def _set_and_like(pattern: str, environ: Environ) -> list[str]:
@@ -159,7 +165,8 @@ def _several(launcher: Launcher, environ: Environ, name: str) -> bool:
 
 def without_launchers(environ: Environ) -> dict[str, str]:
     """The environment for nodes that this process starts itself: they must not take their rank from what describes this process."""
-    return {name: value for name, value in without_torchruns(environ).items() if name not in VARIABLES}
+    own = without_torchruns(environ)
+    return {name: value for name, value in own.items() if not re.fullmatch(VARIABLES, name)}
 
 
 def without_torchruns(environ: Environ) -> dict[str, str]:
@@ -227,10 +234,6 @@ def _one_mpi_task_a_node(environ: Environ, num_nodes: int | None) -> bool:
 
 def _one_hydra_task_a_node(environ: Environ, num_nodes: int | None) -> bool:
     return _text(environ, "MPI_LOCALNRANKS") == "1"
-
-
-def _one_volcano_task(environ: Environ, num_nodes: int | None) -> bool:
-    return not _volcanos_tasks(environ)
 
 
 def _volcanos_tasks(environ: Environ) -> str:
@@ -317,7 +320,6 @@ LAUNCHERS = (
     Launcher(
         "VC_TASK_INDEX",
         (VOLCANOS_COUNT,),
-        applies=_one_volcano_task,
         firm=True,
         why_not=_volcanos_tasks,
     ),
@@ -347,7 +349,7 @@ LAUNCHERS = (
         starts="pbsdsh",
     ),
 )
-#: all launcher variables that describe which node a process is
-VARIABLES = frozenset(
+#: a pattern of all launcher variables that describe which node a process is
+VARIABLES = "|".join(
     name for launcher in LAUNCHERS for name in (launcher.rank, *launcher.counts, *launcher.beside)
 )
