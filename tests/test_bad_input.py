@@ -710,6 +710,10 @@ CALLS = [{"type": "function", "function": {"name": "add", "arguments": '{"a": 2}
             {"prompt": [{"role": "assistant", "tool_calls": [{"name": "add", "arguments": "4"}]}]},
             "tool_calls: call 1: arguments must be a JSON object",
         ),
+        (
+            {"prompt": [{"role": "user", "content": "4"}], "chat_template_kwargs": {"mode": "\ud800"}},
+            "contains an unpaired surrogate",
+        ),
         ({"prompt": "2+2=", "tools": [{"name": "add"}]}, "has tools, and its prompt is text"),
         (
             {"prompt": [{"role": "user", "content": "4"}], "tools": [{}]},

@@ -76,6 +76,12 @@ def test_a_reward_file_does_what_it_does_elsewhere(kind: str, of_answers: dict[s
 
 
 GOOD = {"prompt": "dcba=", "answer": "abcd"}
+#: a conversation in which a tool was called, with its arguments as text, as OpenAI's API has them
+CALLED = [
+    {"role": "user", "content": "dc="},
+    {"role": "assistant", "tool_calls": [{"function": {"name": "sort", "arguments": '{"letters": "dc"}'}}]},
+    {"role": "tool", "content": "cd", "tool_call_id": "call_1"},
+]
 
 
 @pytest.mark.parametrize(
@@ -99,6 +105,11 @@ GOOD = {"prompt": "dcba=", "answer": "abcd"}
             ["    | <user>dc=", "exact: 1 for the reference answer, 0 for nonsense"],
         ),
         (
+            [{"prompt": CALLED, "answer": "cd"}],
+            "reward.kind=exact",
+            ["    | <user>dc=<assistant>lettersdc<tool>cd\n", "prompts: 37 tokens in the middle"],
+        ),
+        (
             [GOOD],
             "reward.kind=FILES/habits.py:alarm",
             ["1 for nonsense (mean of 1): it does not tell them apart"],
@@ -119,7 +130,8 @@ def test_check_says_what_a_run_would_meet(
     model = tmp_path / "model"
     shutil.copytree(MODEL, model)
     (model / "chat_template.jinja").write_text(
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for call in m.tool_calls %}"
+        "{% for name, value in call.function.arguments.items() %}{{ name }}{{ value }}{% endfor %}{% endfor %}{% endfor %}"
     )
     kind = words.replace("FILES", f"{FILES}/rewards")
     limits = ("engine.max_model_len=64", "rollout.max_tokens=8")
