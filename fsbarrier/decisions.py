@@ -16,8 +16,8 @@ from typing import Self
 import msgspec
 
 from fsbarrier.errors import ProgramFailed
+from fsbarrier.protocol.codec import ready
 from fsbarrier.protocol.facts import JsonObject, Payload
-from fsbarrier.store.typed import ready
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ from fsbarrier.data.merge import MergeRequest
 from fsbarrier.decisions import JsonRecord
 from fsbarrier.processes.supervisor import own_program
 from fsbarrier.processes.worker_contract import Main, ProgressWriter
+from fsbarrier.protocol.codec import ready
 from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.settings.sections import Settings
-from fsbarrier.store.typed import ready
 
 R = TypeVar("R", bound=JsonRecord)
 

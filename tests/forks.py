@@ -22,8 +22,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from fsbarrier.network.listening import LISTENING
 from fsbarrier.processes import supervisor
-from fsbarrier.processes.rendezvous import LISTENING
 from fsbarrier.rundir import log_tail
 from fsbarrier.store import files
 

@@ -21,7 +21,7 @@ from fsbarrier.coordination.run_rules import roles
 from fsbarrier.data.tasks import Task
 from fsbarrier.engine.frozen import MOST_DEATHS, FrozenEngine
 from fsbarrier.engine.replicas import Replicas
-from fsbarrier.processes.rendezvous import LOOPBACK
+from fsbarrier.network.listening import LOOPBACK
 from fsbarrier.protocol.facts import Join
 from fsbarrier.protocol.state import Role
 from fsbarrier.rewards.kinds import open_reward

@@ -25,9 +25,9 @@ from fsbarrier.context import Span
 from fsbarrier.engine import span as spans
 from fsbarrier.engine.frozen import FrozenEngine
 from fsbarrier.engine.span import Door
-from fsbarrier.processes import listening
+from fsbarrier.network import listening
+from fsbarrier.network.listening import LOOPBACK, listen
 from fsbarrier.processes.private_network import why_not
-from fsbarrier.processes.rendezvous import LOOPBACK, listen
 from fsbarrier.processes.supervisor import Child
 from fsbarrier.rollouts.environment import Environment
 from fsbarrier.settings.resolve import resolve

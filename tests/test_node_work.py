@@ -24,10 +24,10 @@ from waiting import DEADLINE_S, until
 from fsbarrier.context import Context
 from fsbarrier.decisions import JsonRecord
 from fsbarrier.errors import ProgramFailed, StoreError
+from fsbarrier.network.listening import LOOPBACK
+from fsbarrier.network.this_host import candidate_addresses
 from fsbarrier.node import Node as RowNode
 from fsbarrier.node import Publication, Weights
-from fsbarrier.processes.addresses import candidate_addresses
-from fsbarrier.processes.rendezvous import LOOPBACK
 from fsbarrier.processes.worker_contract import WorkerFiles
 from fsbarrier.program import Phase
 from fsbarrier.protocol.state import Node, RowPart

@@ -15,7 +15,8 @@ from fsbarrier.coordination.observer import Observer
 from fsbarrier.coordination.ranks import free_ranks, hold_rank
 from fsbarrier.coordination.run_rules import poll_intervals
 from fsbarrier.errors import UsageError
-from fsbarrier.processes import addresses
+from fsbarrier.network import this_host
+from fsbarrier.network.this_host import host_name
 from fsbarrier.protocol.facts import Beat, Join
 from fsbarrier.protocol.membership import GONE, epitaph
 from fsbarrier.rundir import runrecord
@@ -24,7 +25,6 @@ from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.settings.resolve import resolve
 from fsbarrier.store import reading
-from fsbarrier.store.identity import host_name
 
 
 def rank(
@@ -165,7 +165,7 @@ def test_the_number_of_nodes_comes_from_the_same_launcher() -> None:
     ],
 )
 def test_each_address_is_of_its_kind(host: str, interface: str, kind: str) -> None:
-    assert addresses.kind_of(host, interface, {"192.0.2.5"}) == kind
+    assert this_host.kind_of(host, interface, {"192.0.2.5"}) == kind
 
 
 # --- --rank auto ----------------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from fsbarrier.engine.engine import Engine, EngineInfo
 from fsbarrier.engine.placement import placements
 from fsbarrier.engine.span import Door, Meeting
 from fsbarrier.errors import ProgramFailed, TooFewNodes, UsageError
-from fsbarrier.processes.rendezvous import LOOPBACK, listen
+from fsbarrier.network.listening import LOOPBACK, listen
 from fsbarrier.protocol.facts import Join, Member
 from fsbarrier.settings.placement import consecutive
 from fsbarrier.settings.resolve import resolve

@@ -18,9 +18,9 @@ import pytest
 from waiting import DEADLINE_S, free_port, until
 
 from fsbarrier.errors import ProgramFailed, StoreError
+from fsbarrier.network.listening import LISTENING, listen, port_of
+from fsbarrier.network.this_host import candidate_addresses
 from fsbarrier.processes import processes
-from fsbarrier.processes.addresses import candidate_addresses
-from fsbarrier.processes.rendezvous import LISTENING, listen, port_of
 from fsbarrier.processes.stacks import write_stacks
 from fsbarrier.processes.supervisor import Child, StartFailed, own_program, with_this_package
 

@@ -33,7 +33,7 @@ from fsbarrier.engine.frozen import FrozenEngine
 from fsbarrier.engine.model import inspect, placeholder_ids
 from fsbarrier.engine.replicas import Replicas
 from fsbarrier.errors import ProgramFailed, UsageError
-from fsbarrier.processes.rendezvous import LOOPBACK
+from fsbarrier.network.listening import LOOPBACK
 from fsbarrier.rewards.judge import Judge
 from fsbarrier.rollouts.pictures import STAND_IN
 from fsbarrier.rundir import checkpoints

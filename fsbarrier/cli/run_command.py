@@ -14,8 +14,8 @@ from typing import NoReturn, Protocol
 
 from fsbarrier.errors import EXIT_INTERNAL, EXIT_SIGINT, FsbarrierError, StoreError, UsageError
 from fsbarrier.settings.sources import nearest
-from fsbarrier.store.printable import printable, without_passwords
 from fsbarrier.store.retry import fails, is_of_the_mount
+from fsbarrier.wording import printable, without_passwords
 
 
 class CommandModule(Protocol):

@@ -15,12 +15,12 @@ from pathlib import Path
 import filelock
 
 from fsbarrier.errors import UsageError
+from fsbarrier.network.this_host import host_name
 from fsbarrier.protocol.membership import GONE
 from fsbarrier.rundir.heartbeats import beats_of_newest_starts, live_nodes, newer_beats, read_beats
 from fsbarrier.rundir.names import START, StartName
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
-from fsbarrier.store.identity import host_name
 from fsbarrier.store.user_dir import user_dir
 
 

@@ -29,8 +29,8 @@ from fsbarrier.data import images
 from fsbarrier.data.images import Message
 from fsbarrier.data.messages import checked
 from fsbarrier.errors import UsageError, first_line
-from fsbarrier.store.printable import printable
 from fsbarrier.store.reading import TASK_BYTES
+from fsbarrier.wording import printable
 
 SUFFIXES = (".jsonl", ".parquet")
 #: maximum length of an invalid value in a message

@@ -16,10 +16,9 @@ from fsbarrier.coordination.group import Group, join
 from fsbarrier.doctor import between, mount_options, probes
 from fsbarrier.doctor.findings import REFUSED, Check, Report
 from fsbarrier.errors import BarrierTimeout, Fenced, PeerLost, TooFewNodes, UsageError
-from fsbarrier.processes.addresses import candidate_addresses
-from fsbarrier.processes.rendezvous import listen, port_of, reachable
+from fsbarrier.network.listening import listen, port_of, reachable
+from fsbarrier.network.this_host import boot_id, candidate_addresses, host_name
 from fsbarrier.store import files, owned, trusted_folder
-from fsbarrier.store.identity import boot_id, host_name
 from fsbarrier.store.mounts import LOCAL, Mount, mount_of
 
 WAIT_S = 60.0

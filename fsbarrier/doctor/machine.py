@@ -21,7 +21,7 @@ from fsbarrier.doctor import probes
 from fsbarrier.doctor.findings import NOTE, OK, REFUSED, WARNING, Check
 from fsbarrier.processes import limits
 from fsbarrier.processes.supervisor import with_this_package
-from fsbarrier.protocol.wording import counted, gib
+from fsbarrier.wording import counted, gib
 
 IMPORTED = ("torch", "torchvision", "vllm")
 IMPORT_S = 600.0

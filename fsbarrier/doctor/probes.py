@@ -12,9 +12,9 @@ from pathlib import Path
 
 from fsbarrier.doctor.findings import NOTE, OK, REFUSED, Check
 from fsbarrier.processes.memory import SHARED_MEMORY
-from fsbarrier.protocol.wording import gib
 from fsbarrier.store import files
 from fsbarrier.store.retry import FAILING
+from fsbarrier.wording import gib
 
 RACES, RACERS = 40, 4
 #: a probe ends after this time, with fewer samples on a slow filesystem

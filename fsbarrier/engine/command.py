@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fsbarrier.engine.model import ModelFolder, sees, within_positions
 from fsbarrier.engine.span import Meeting
-from fsbarrier.processes.addresses import VARIABLES, interface_of
+from fsbarrier.network.this_host import VARIABLES, interface_of
 from fsbarrier.processes.supervisor import with_this_package
 from fsbarrier.settings.sections import ServerSettings
 from fsbarrier.store.reading import MIB

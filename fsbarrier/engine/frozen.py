@@ -23,8 +23,7 @@ from fsbarrier.engine.engine import EngineInfo, Release
 from fsbarrier.engine.openai_http import UNIX
 from fsbarrier.engine.replicas import Replicas
 from fsbarrier.errors import FsbarrierError, ProgramFailed
-from fsbarrier.processes import rendezvous
-from fsbarrier.processes.listening import AT_ONCE, HttpGate, counted
+from fsbarrier.network.listening import AT_ONCE, LOOPBACK, HttpGate, counted, listen, port_of
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.specs import EngineAddress
 from fsbarrier.store.retry import Backoff
@@ -44,10 +43,10 @@ class FrozenEngine:
         """`addresses`: this host's addresses on which the gateway listens. Raises OSError."""
         self.name, self.replicas = replicas.frozen, replicas
         self._folder, self._threads = Path(), 0
-        self._listening = rendezvous.listen(addresses)
+        self._listening = listen(addresses)
         #: whether other nodes can reach it
-        self.offered = tuple(addresses) != rendezvous.LOOPBACK
-        self.port = rendezvous.port_of(self._listening[0])
+        self.offered = tuple(addresses) != LOOPBACK
+        self.port = port_of(self._listening[0])
         # Why a dead server cannot be started again; "" if all are alive or can be.
         self.failure = ""
         # The deaths of each server, by its number.

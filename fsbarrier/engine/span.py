@@ -23,8 +23,7 @@ import msgspec
 
 from fsbarrier.context import Span
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.processes import rendezvous
-from fsbarrier.processes.listening import MOST_WITHOUT_KEY, same_key, stranger
+from fsbarrier.network.listening import MOST_WITHOUT_KEY, listen, port_of, reachable, same_key, stranger
 from fsbarrier.processes.supervisor import Child
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.store.foreign_json import NotJson, parse_object
@@ -94,7 +93,7 @@ class Door:
     @property
     def offer(self) -> JsonObject:
         """The port and key that this node's join record gives to the others."""
-        return {"port": rendezvous.port_of(self._listening[0]), "key": self._key}
+        return {"port": port_of(self._listening[0]), "key": self._key}
 
     def gather(
         self, span: Span, deadline: float, called_off: Callable[[], bool]
@@ -134,8 +133,8 @@ class Door:
                 f"no address of node {span.nodes[0][0]} is reached by all of its engine: {tried}"
             )
         # Only find a free port here. vLLM opens it itself a moment later.
-        held = rendezvous.listen((address,))
-        port = rendezvous.port_of(held[0])
+        held = listen((address,))
+        port = port_of(held[0])
         for one in held:
             one.close()
         meeting = Meeting(len(span.nodes), 0, address, port, address, secrets.randbits(31))
@@ -174,7 +173,7 @@ def meet(span: Span, deadline: float, called_off: Callable[[], bool]) -> tuple[L
     link: Link | None = None
     for _ in _until(deadline, called_off):
         if link is None or link.ended:
-            reached = rendezvous.reachable(span.addresses, span.port)
+            reached = reachable(span.addresses, span.port)
             with contextlib.suppress(OSError, IndexError):
                 link = Link(socket.create_connection((reached[0], span.port), timeout=HELLO_S))
                 nodes = [list(one) for one in span.nodes]

@@ -14,10 +14,10 @@ from fsbarrier.engine.server import ASLEEP_BYTES
 from fsbarrier.errors import UsageError
 from fsbarrier.planning.memory import EXACT, Sharding, UpdateLoad, choose_sharding, shards_of
 from fsbarrier.planning.model_shape import ModelShape
-from fsbarrier.protocol.wording import counted, gib
 from fsbarrier.settings.placement import Ranges
 from fsbarrier.settings.sections import ServerSettings, Settings, TrainerSettings
 from fsbarrier.store.reading import GIB, MIB
+from fsbarrier.wording import counted, gib
 
 # Memory of an engine other than weights and cache: activations of one step, graphs, context.
 ENGINE_BYTES = 2 * GIB

@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from fsbarrier.processes.listening import on_path
+from fsbarrier.network.listening import on_path
 from fsbarrier.processes.supervisor import Child
 from fsbarrier.rundir.log_tail import SHOWN_LINES
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from fsbarrier.settings.credentials import SECRET
-from fsbarrier.store.printable import without_passwords
+from fsbarrier.wording import without_passwords
 
 #: Secrets that only a tracker needs, by tracker.
 TRACKERS_KEYS: Mapping[str, tuple[str, ...]] = {

@@ -32,8 +32,8 @@ from fsbarrier.errors import ProgramFailed, StoreError
 from fsbarrier.processes import guard, orphans, processes, stacks
 from fsbarrier.rundir import log_tail
 from fsbarrier.store import files
-from fsbarrier.store.printable import without_passwords
 from fsbarrier.store.retry import HIDDEN_S, fails_or_hides, patiently
+from fsbarrier.wording import without_passwords
 
 GUARD = Path(guard.__file__)
 # How long a start may take. It takes 20 ms, but the machine may swap, or Python lie on a slow mount.

@@ -14,7 +14,7 @@ from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.protocol.facts import Fact, FailedProgram, Generation, Member, Position, Verdict
 from fsbarrier.protocol.situation import Situation
 from fsbarrier.protocol.succession import successor
-from fsbarrier.protocol.wording import counted
+from fsbarrier.wording import counted
 
 #: the longest pause before another attempt
 MOST_PAUSE_S = 60.0

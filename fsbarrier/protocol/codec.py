@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from typing import TypeVar
 
 import msgspec
 
 from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, R, Record, StopRequest
-from fsbarrier.store.typed import ready
+
+T = TypeVar("T")
 
 MAGIC = "fsbarrier"
 FORMAT = 2
@@ -24,11 +26,23 @@ _KINDS: dict[type[Record], str] = {
     Fact: "fact",
     StopRequest: "stop",
 }
-# Prepare the types at import, because several threads decode records (store/typed.py).
-for _kind in _KINDS:
-    ready(_kind)
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 _DECODER = json.JSONDecoder()
+
+
+def ready(kind: type[T]) -> type[T]:
+    """A decorator for dataclasses that several threads convert.
+
+    msgspec examines a type at its first use. If two threads do that at once, one of them sees a half-built result, and the process dies of
+    SIGSEGV. So the type is examined here, while its module is imported.
+    """
+    msgspec.json.Decoder(kind)
+    return kind
+
+
+# Several threads decode records.
+for _kind in _KINDS:
+    ready(_kind)
 
 
 class CorruptRecord(Exception):

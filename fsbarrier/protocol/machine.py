@@ -60,7 +60,7 @@ from fsbarrier.protocol.succession import (
     successor,
     with_decision,
 )
-from fsbarrier.protocol.wording import counted
+from fsbarrier.wording import counted
 
 Rule = Callable[[Situation], Step | None]
 NOTHING: Sequence[Action] = ()

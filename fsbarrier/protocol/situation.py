@@ -11,7 +11,7 @@ from fsbarrier.protocol.membership import GONE, Loss, live_joiners, losses, occu
 from fsbarrier.protocol.rows import Row
 from fsbarrier.protocol.session import MASTER, contradiction
 from fsbarrier.protocol.state import Node, Rules, Stage, View
-from fsbarrier.protocol.wording import counted
+from fsbarrier.wording import counted
 
 
 @dataclass(eq=False)

@@ -26,8 +26,8 @@ from fsbarrier.engine.openai_http import (
 from fsbarrier.rewards.score import Answer, Reward, Score
 from fsbarrier.specs import EngineAddress
 from fsbarrier.store.foreign_json import NotJson, parse
-from fsbarrier.store.printable import without_passwords
 from fsbarrier.store.reading import ANSWER_BYTES
+from fsbarrier.wording import without_passwords
 
 #: maximum number of concurrent requests of a node to one model
 CONCURRENCY = 32

@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from fsbarrier.processes.listening import AT_ONCE, on_loopback, same_key, stranger
+from fsbarrier.network.listening import AT_ONCE, on_loopback, same_key, stranger
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rollouts.agent_client import Recorder
 from fsbarrier.rollouts.episode import Reply, TurnFailed

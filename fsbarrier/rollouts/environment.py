@@ -20,11 +20,10 @@ from typing import Self
 import httpx
 
 from fsbarrier.errors import ProgramFailed
+from fsbarrier.network.listening import on_loopback, port_of
+from fsbarrier.network.this_host import owners_of_port
 from fsbarrier.processes import last_words
-from fsbarrier.processes.addresses import owners_of_port
 from fsbarrier.processes.fork_server import Job
-from fsbarrier.processes.listening import on_loopback
-from fsbarrier.processes.rendezvous import port_of
 from fsbarrier.processes.secret_variables import without_variables
 from fsbarrier.processes.supervisor import Child
 from fsbarrier.protocol.facts import JsonObject

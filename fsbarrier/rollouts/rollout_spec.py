@@ -12,6 +12,7 @@ from fsbarrier.data.rank_file_writer import RankFileWriter
 from fsbarrier.decisions import JsonRecord, RolloutReport
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.protocol.assign import LOTS
+from fsbarrier.protocol.codec import ready
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rollouts.claims import Claims, EarlyEnd, Refills, remove_old
 from fsbarrier.rollouts.samples import Sampling
@@ -21,7 +22,6 @@ from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.specs import EngineAddress, Launch, PolicyEngine, Resident, Spec
 from fsbarrier.store import files
 from fsbarrier.store.retry import patiently
-from fsbarrier.store.typed import ready
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,11 @@ from fsbarrier.engine.model import inspect
 from fsbarrier.engine.placement import replicas
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.planning.cluster_plan import bytes_of_a_number, checkpoint_bytes
-from fsbarrier.protocol.wording import counted, gib
 from fsbarrier.run.fingerprint import PACKAGES, Fingerprint
 from fsbarrier.settings.placement import ROLES, Ranges, consecutive
 from fsbarrier.settings.sections import FrozenEngineSettings, ServerSettings, Settings
 from fsbarrier.store.reading import GIB
+from fsbarrier.wording import counted, gib
 
 # Memory in use up to this size is attributed to the driver, not to other programs.
 IN_USE_BY_NOBODY = GIB

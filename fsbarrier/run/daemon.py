@@ -35,15 +35,13 @@ from fsbarrier.errors import (
     StoreError,
 )
 from fsbarrier.loader import load_program
-from fsbarrier.processes import rendezvous
-from fsbarrier.processes.addresses import candidate_addresses
+from fsbarrier.network.listening import LOOPBACK, listen
+from fsbarrier.network.this_host import boot_id, candidate_addresses, host_name, user_at_host
 from fsbarrier.processes.epitaph import Epitaph
-from fsbarrier.processes.rendezvous import LOOPBACK
 from fsbarrier.processes.signals import ending_signals_handled
 from fsbarrier.protocol.facts import Beat, Join, Payload
 from fsbarrier.protocol.membership import epitaph
 from fsbarrier.protocol.timing import JOIN_TIMEOUT_S
-from fsbarrier.protocol.wording import counted
 from fsbarrier.run.code_digests import code_digests, one_digest
 from fsbarrier.run.context_maker import ContextMaker
 from fsbarrier.run.event_log import EventLog
@@ -57,10 +55,9 @@ from fsbarrier.rundir.session_settings import can_hold
 from fsbarrier.settings.placement import ALL, Ranges
 from fsbarrier.settings.sections import Settings
 from fsbarrier.store import files
-from fsbarrier.store.identity import boot_id, host_name, user_at_host
 from fsbarrier.store.retry import HIDDEN_S, Backoff, fails_or_hides, patiently
 from fsbarrier.training.weights_copy import WeightsCopy
-from fsbarrier.view.amounts import ranks
+from fsbarrier.wording import counted, ranks
 
 if TYPE_CHECKING:
     from fsbarrier.engine.frozen import FrozenEngine
@@ -335,7 +332,7 @@ def make_engines(
 
     return Replicas(
         settings.engine,
-        door=Door(rendezvous.listen(candidate_addresses())) if settings.engine.nodes > 1 else None,
+        door=Door(listen(candidate_addresses())) if settings.engine.nodes > 1 else None,
         external=not settings.manages_engine,
         log_dir=log_dir,
         work_dir=work_dir,

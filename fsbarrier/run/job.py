@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from fsbarrier import trajectories
 from fsbarrier.context import PartOnDisk
 from fsbarrier.errors import StoreError
-from fsbarrier.processes import rendezvous
+from fsbarrier.network.listening import listen, reachable
 from fsbarrier.processes.kept_program import KeptProgram
 from fsbarrier.processes.supervisor import Child
 from fsbarrier.processes.worker_contract import read_progress
@@ -90,11 +90,11 @@ class Surroundings:
 
     def listen(self, addresses: Sequence[str]) -> list[socket.socket]:
         """Listen on a free port of these addresses. Raises OSError."""
-        return rendezvous.listen(addresses)
+        return listen(addresses)
 
     def reachable(self, addresses: Sequence[str], port: int) -> list[str]:
         """The addresses that answer on `port`."""
-        return rendezvous.reachable(addresses, port)
+        return reachable(addresses, port)
 
     def cpus(self) -> int:
         """The cores that this process may use."""

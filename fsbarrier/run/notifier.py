@@ -18,7 +18,7 @@ from fsbarrier.errors import ProgramFailed, StoreError
 from fsbarrier.processes.supervisor import Child
 from fsbarrier.protocol.state import Node
 from fsbarrier.protocol.succession import STARTS
-from fsbarrier.store.printable import without_passwords
+from fsbarrier.wording import without_passwords
 
 #: a command that takes longer is killed
 COMMAND_S = 60.0

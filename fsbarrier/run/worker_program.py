@@ -10,10 +10,10 @@ from pathlib import Path
 from fsbarrier.context import Context
 from fsbarrier.engine.placement import visible
 from fsbarrier.errors import ProgramFailed, StoreError
+from fsbarrier.network.listening import LISTENING
 from fsbarrier.node import Weights
 from fsbarrier.processes import last_words
 from fsbarrier.processes.kept_program import KeptProgram
-from fsbarrier.processes.rendezvous import LISTENING
 from fsbarrier.processes.secret_variables import without_secrets, without_trackers_keys
 from fsbarrier.processes.stacks import write_stacks
 from fsbarrier.processes.supervisor import Child, own_program, with_this_package

@@ -13,8 +13,8 @@ from fsbarrier.context import Context
 from fsbarrier.decisions import JsonRecord, PublishDecision
 from fsbarrier.engine.frozen import address
 from fsbarrier.errors import ProgramFailed
+from fsbarrier.network.listening import LOOPBACK, port_of
 from fsbarrier.node import Node, Port, Publication, Weights
-from fsbarrier.processes.rendezvous import LOOPBACK, port_of
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.run.job import RowJob, Workplace, plain_values
 from fsbarrier.run.weights import load_weights, ready_lines

@@ -21,7 +21,7 @@ from fsbarrier.rundir.names import JOURNAL
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import LenientStore
 from fsbarrier.store import files, reading
-from fsbarrier.store.printable import without_passwords
+from fsbarrier.wording import without_passwords
 
 #: the bytes that a reader reads at a time, and the longest line that it does not skip
 BLOCK_BYTES = 1024 * 1024

@@ -8,7 +8,7 @@ from pathlib import Path
 from fsbarrier.rundir.names import ATTEMPT_FOLDER, NODE_FOLDER
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.store import reading
-from fsbarrier.store.printable import printable
+from fsbarrier.wording import printable
 
 TAIL_BYTES = 64 * 1024
 # how many of the last lines of a failed program's log are shown

@@ -24,14 +24,13 @@ from msgspec import Meta
 
 import fsbarrier
 from fsbarrier.errors import StoreError, TooFewNodes, UsageError
-from fsbarrier.protocol.codec import FORMAT
+from fsbarrier.network.this_host import user_at_host
+from fsbarrier.protocol.codec import FORMAT, ready
 from fsbarrier.rundir.names import SPLITS
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import Settings
 from fsbarrier.store import files, reading
-from fsbarrier.store.identity import user_at_host
 from fsbarrier.store.retry import HIDDEN_S, Backoff, fails, fails_or_hides, patiently
-from fsbarrier.store.typed import ready
 
 # The record is linked into place atomically, so a mount that shows it torn for longer than this is broken.
 TORN_S = 5.0

@@ -6,12 +6,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from fsbarrier.errors import UsageError
+from fsbarrier.network.this_host import user_at_host
 from fsbarrier.protocol.facts import Beat, Member, StopRequest
 from fsbarrier.rundir.heartbeats import beats_of_newest_starts, newer_beats, not_gone, read_beats
 from fsbarrier.rundir.names import START, STOP_REQUEST
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
-from fsbarrier.store.identity import user_at_host
 
 
 def request_stop(log_path: Path, *, now: bool) -> StopRequest:

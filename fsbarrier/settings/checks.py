@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from fsbarrier.errors import UsageError
 from fsbarrier.protocol.assign import split_by_weight
 from fsbarrier.protocol.session import shown as as_typed
-from fsbarrier.protocol.wording import counted
 from fsbarrier.settings.credentials import check_credentials
 from fsbarrier.settings.losses import LOSSES
 from fsbarrier.settings.placement import ROLES, Ranges
 from fsbarrier.settings.sources import ChosenValue, nearest, stored_as
 from fsbarrier.settings.value_types import TEACHER, frozen_engine, reward_kinds, scoring_engines
 from fsbarrier.settings.without_effect import AsChosen, without_effect
+from fsbarrier.wording import counted
 
 if TYPE_CHECKING:
     from fsbarrier.settings.sections import Settings

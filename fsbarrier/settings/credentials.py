@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from fsbarrier.errors import UsageError
-from fsbarrier.store.printable import without_passwords
+from fsbarrier.wording import without_passwords
 
 if TYPE_CHECKING:
     from fsbarrier.settings.sections import Settings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fsbarrier.store.printable import without_passwords
+from fsbarrier.wording import without_passwords
 
 HIDDEN = "***"
 #: `custom.secret.NAME=value`, or `custom.secret_name=value`

@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any, Literal, get_type_hints
 
 from fsbarrier.protocol import timing
+from fsbarrier.protocol.codec import ready
 from fsbarrier.settings.losses import LOSSES, Aggregation, KlEstimator, LossName, Mismatch
 from fsbarrier.settings.placement import ROLES
 from fsbarrier.settings.presets import Preset
@@ -44,7 +45,6 @@ from fsbarrier.settings.value_types import (
     ZeroStage,
     json_or_text,
 )
-from fsbarrier.store.typed import ready
 
 
 @dataclass(frozen=True, slots=True)

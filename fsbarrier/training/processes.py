@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.processes.addresses import name_interface
+from fsbarrier.network.this_host import name_interface
 from fsbarrier.processes.limits import memory_bytes
 from fsbarrier.settings.sections import TrainerSettings
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
-from fsbarrier.protocol.wording import counted
 from fsbarrier.rundir import checkpoints
 from fsbarrier.settings.sections import Settings
 from fsbarrier.specs import UpdateSpec
 from fsbarrier.training.checkpoint_write import NodeCopy
 from fsbarrier.training.processes import Processes, gather_json
 from fsbarrier.training.trainer import Trainer
+from fsbarrier.wording import counted
 
 
 @dataclass(frozen=True, slots=True)

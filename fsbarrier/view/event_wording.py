@@ -7,11 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 
 from fsbarrier.protocol.session import shown
 from fsbarrier.protocol.succession import RENEWED
-from fsbarrier.protocol.wording import counted
 from fsbarrier.rundir.journal import Event, lost_nodes
-from fsbarrier.store.printable import printable
-from fsbarrier.view.amounts import amount, clock_time, duration, one_line
 from fsbarrier.view.phase_names import LONG
+from fsbarrier.wording import amount, clock_time, counted, duration, one_line, printable
 
 #: Phases shorter than this many seconds get no line when they finish.
 WORTH_S = 1.0

@@ -9,8 +9,8 @@ from pathlib import Path
 from fsbarrier.processes import last_words
 from fsbarrier.rundir.journal import Event
 from fsbarrier.store import reading
-from fsbarrier.store.printable import printable
 from fsbarrier.view.event_wording import event_line, log_lines
+from fsbarrier.wording import printable
 
 #: Show events of all nodes within this many seconds of the failure, and at most this many before and after it.
 AROUND_S, AROUND = 10.0, 8

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fsbarrier.view.amounts import one_line
+from fsbarrier.wording import one_line
 
 #: width for a pipe, so that names are not shortened
 PIPE_WIDTH = 400

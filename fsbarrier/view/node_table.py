@@ -8,12 +8,11 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from fsbarrier.protocol.wording import counted
 from fsbarrier.rundir.journal import Fields, number, text
-from fsbarrier.view.amounts import amount, one_line, ranks, short
 from fsbarrier.view.node_status import NodeStatus
 from fsbarrier.view.run_status import RunStatus
 from fsbarrier.view.terminal_lines import STATE_STYLE, bar, line
+from fsbarrier.wording import amount, counted, one_line, ranks, short
 
 #: width of a progress bar, in cells
 BAR_CELLS = 12

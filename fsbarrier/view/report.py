@@ -17,16 +17,15 @@ from statistics import median
 
 import fsbarrier
 from fsbarrier.protocol.session import shown as plain
-from fsbarrier.protocol.wording import counted
 from fsbarrier.settings.hidden import shown
 from fsbarrier.settings.section import leaves
-from fsbarrier.view.amounts import amount, duration, one_line, percent, short
 from fsbarrier.view.event_wording import event_text
 from fsbarrier.view.report_formats import Row, iteration_rows
 from fsbarrier.view.report_samples import samples
 from fsbarrier.view.run_reader import RunReader
 from fsbarrier.view.run_status import RunStatus
 from fsbarrier.view.timings import IterationTime, together, wastes
+from fsbarrier.wording import amount, counted, duration, one_line, percent, short
 
 #: maximum numbers to show, newest first: iterations as bars, events
 BARS = 30

@@ -13,8 +13,7 @@ from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.errors import ProgramFailed, StoreError
 from fsbarrier.rundir.names import MERGED, SPLITS
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.store.printable import printable
-from fsbarrier.view.amounts import amount, one_line
+from fsbarrier.wording import amount, one_line, printable
 
 TITLES = {"train": "Answers in training", "test": "Held-out answers"}
 #: Limits per message and on the number of messages, because an episode may contain whole web pages.

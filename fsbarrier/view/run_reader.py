@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fsbarrier.network.this_host import boot_id, host_name
 from fsbarrier.processes.processes import Stat
 from fsbarrier.protocol.facts import Beat, Generation, Join
 from fsbarrier.protocol.membership import GONE, Ledger
@@ -22,7 +23,6 @@ from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import LenientStore
 from fsbarrier.rundir.session_settings import in_force
 from fsbarrier.settings.sections import Settings
-from fsbarrier.store.identity import boot_id, host_name
 from fsbarrier.view.history import MAX_EVENTS, RunHistory
 from fsbarrier.view.phase_names import last_phase, phase_name
 from fsbarrier.view.timings import IterationTime, RowTime, Span, SpanReader, iteration_times, row_times

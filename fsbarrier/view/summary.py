@@ -11,12 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from fsbarrier.view import terminal_lines as lines
-from fsbarrier.view.amounts import clock_time
 from fsbarrier.view.event_wording import event_text
 from fsbarrier.view.node_table import nodes_table
 from fsbarrier.view.run_reader import RunReader
 from fsbarrier.view.run_status import RunStatus, elapsed_s, look_once
 from fsbarrier.view.timings import IterationTime
+from fsbarrier.wording import clock_time
 
 #: number of events to list
 NEWEST = 12

@@ -12,15 +12,24 @@ from pathlib import PurePath
 from rich.cells import cell_len
 from rich.text import Text
 
-from fsbarrier.protocol.wording import counted
 from fsbarrier.rundir.journal import Event
-from fsbarrier.store.printable import printable
 from fsbarrier.view import phase_names
-from fsbarrier.view.amounts import amount, clock_time, duration, one_line, percent, ranks, short, sparkline
 from fsbarrier.view.event_wording import event_text
 from fsbarrier.view.history import Rewards
 from fsbarrier.view.run_status import RunStatus
 from fsbarrier.view.timings import IterationTime, together
+from fsbarrier.wording import (
+    amount,
+    clock_time,
+    counted,
+    duration,
+    one_line,
+    percent,
+    printable,
+    ranks,
+    short,
+    sparkline,
+)
 
 STATE_STYLE = {
     "running": "green",

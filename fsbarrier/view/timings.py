@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from fsbarrier.rundir.journal import Event
 from fsbarrier.rundir.phase_time import PhaseTime
-from fsbarrier.view.amounts import percent, ranks
+from fsbarrier.wording import percent, ranks
 
 #: the row was passed; the row was aborted (new generation, signal); the journal ends in the row
 PASSED, CUT_SHORT, OPEN = "passed", "cut short", "open"

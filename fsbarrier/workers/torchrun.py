@@ -13,7 +13,7 @@ from torch.distributed import Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo, static_tcp_rendezvous
 from torch.distributed.run import main
 
-from fsbarrier.processes.rendezvous import LISTENING, listen, take
+from fsbarrier.network.listening import LISTENING, listen, take
 
 
 class OneAddress(static_tcp_rendezvous.StaticTCPRendezvous):

@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from bench_latency import START_S, Latency, ping
 
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.processes.rendezvous import LOOPBACK, listen, port_of
+from fsbarrier.network.listening import LOOPBACK, listen, port_of
 from fsbarrier.store import files
 from fsbarrier.store.retry import Backoff
 

@@ -32,8 +32,8 @@ from fsbarrier.data.demo_tasks import DEMO_SETTINGS, FOLDER  # noqa: E402
 from fsbarrier.errors import FsbarrierError  # noqa: E402
 from fsbarrier.rundir.heartbeats import read_beats  # noqa: E402
 from fsbarrier.trajectories import scan_rank_file  # noqa: E402
-from fsbarrier.view.amounts import duration  # noqa: E402
 from fsbarrier.view.run_status import look_once  # noqa: E402
+from fsbarrier.wording import duration  # noqa: E402
 
 NODES, GOAL = 3, 0.90
 UPDATE = "update"

@@ -14,7 +14,7 @@ from sim.transcript import transcript, violations
 
 from fsbarrier.cli.commands import flags
 from fsbarrier.errors import EXIT_INTERNAL, UsageError
-from fsbarrier.protocol.wording import counted
+from fsbarrier.wording import counted
 
 #: maximum number of failing seeds to print
 SHOWN = 10

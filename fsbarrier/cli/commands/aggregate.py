@@ -16,7 +16,7 @@ from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.names import SPLITS
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.store import files
-from fsbarrier.store.printable import printable
+from fsbarrier.wording import printable
 
 EXAMPLE = "fsbarrier aggregate --log-path runs/default --iteration 5 --dry-run"
 FLAGS = {

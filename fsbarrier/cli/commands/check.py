@@ -15,9 +15,8 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from fsbarrier.cli.commands import flags
-from fsbarrier.protocol.wording import counted
 from fsbarrier.settings.sources import ChosenValue
-from fsbarrier.store.printable import printable
+from fsbarrier.wording import counted, printable
 
 if TYPE_CHECKING:
     from fsbarrier.data.tasks import Task

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from fsbarrier.cli.commands import flags
+from fsbarrier.network.this_host import host_name
 from fsbarrier.processes import processes
 from fsbarrier.processes.stacks import write_stacks
 from fsbarrier.protocol.membership import GONE
@@ -21,8 +22,7 @@ from fsbarrier.rundir.names import JOURNAL, START
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.store import files, reading
-from fsbarrier.store.identity import host_name
-from fsbarrier.store.printable import printable, without_passwords
+from fsbarrier.wording import printable, without_passwords
 
 EXAMPLE = "fsbarrier debug --log-path runs/default"
 # The size of the end of each log and journal in the archive.

@@ -13,10 +13,9 @@ from fsbarrier.cli.commands import flags
 from fsbarrier.cli.start import policy_export, preflight
 from fsbarrier.data import tables
 from fsbarrier.errors import StoreError, UsageError
-from fsbarrier.protocol.wording import counted
 from fsbarrier.rundir.names import SPLITS
 from fsbarrier.rundir.runrecord import load
-from fsbarrier.store.printable import printable
+from fsbarrier.wording import counted, printable
 
 EXAMPLE = "fsbarrier export ./my-model --policy-version 6; fsbarrier export ./five.parquet --iteration 5"
 # A user who names such a target expects a table in that format. It is not supported, and a folder of that name would be a surprise.

@@ -13,8 +13,8 @@ from fsbarrier.cli.commands import flags
 from fsbarrier.cli.follow_logs import Log, show
 from fsbarrier.cli.start import preflight
 from fsbarrier.errors import FsbarrierError, UsageError
-from fsbarrier.protocol.wording import counted
 from fsbarrier.rundir.heartbeats import read_beats
+from fsbarrier.wording import counted
 
 if TYPE_CHECKING:
     from fsbarrier.cli.pool.directory import Pool
@@ -120,7 +120,7 @@ def _logs(pool: Pool, number: int, args: argparse.Namespace) -> int:
 
 def _stop(pool: Pool, number: int) -> int:
     from fsbarrier.cli.pool.queue import StopAsked
-    from fsbarrier.store.identity import user_at_host
+    from fsbarrier.network.this_host import user_at_host
 
     state = pool.queue.jobs[number]
     if state.over:

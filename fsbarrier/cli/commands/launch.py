@@ -36,8 +36,8 @@ from fsbarrier.cli.launchers.job import (
 )
 from fsbarrier.errors import UsageError
 from fsbarrier.processes.secret_variables import TRACKERS_KEYS
-from fsbarrier.protocol.wording import counted
 from fsbarrier.settings.sources import setting_of
+from fsbarrier.wording import counted
 
 EXAMPLE = """fsbarrier launch local --nodes 3 --program toy --iterations 2
   fsbarrier launch ssh --hosts a,b,c --data-path /data/math --model Qwen2.5-0.5B-Instruct

@@ -15,8 +15,7 @@ from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.run import recovery
 from fsbarrier.rundir import heartbeats
 from fsbarrier.rundir.names import SPLITS
-from fsbarrier.store.printable import printable
-from fsbarrier.view.amounts import ranks
+from fsbarrier.wording import printable, ranks
 
 EXAMPLE = "fsbarrier recover --iteration 5 --dry-run"
 WATCHED_BEATS = 2.5

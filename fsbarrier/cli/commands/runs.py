@@ -14,8 +14,8 @@ from fsbarrier.cli.start import preflight
 from fsbarrier.errors import FsbarrierError, UsageError
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.view.amounts import amount, duration, one_line
 from fsbarrier.view.run_status import read_status
+from fsbarrier.wording import amount, duration, one_line
 
 EXAMPLE = "fsbarrier runs runs"
 #: Number of runs to inspect concurrently. Most of the time is spent waiting for heartbeats.

@@ -11,7 +11,7 @@ from pathlib import Path
 from fsbarrier.cli.commands import flags
 from fsbarrier.cli.start import preflight
 from fsbarrier.errors import UsageError
-from fsbarrier.store.identity import user_at_host
+from fsbarrier.network.this_host import user_at_host
 
 EXAMPLE = "fsbarrier submit /shared/pool --nodes 3 --data-path /data/math --model Qwen2.5-0.5B-Instruct"
 

@@ -17,8 +17,8 @@ from fsbarrier.cli.follow_logs import Log, show
 from fsbarrier.cli.launchers.job import ClusterJob
 from fsbarrier.cli.launchers.processes import Children, failed_to_begin, run_nodes
 from fsbarrier.errors import TooFewNodes, UsageError
-from fsbarrier.protocol.wording import counted
 from fsbarrier.rundir.log_tail import last_lines
+from fsbarrier.wording import counted
 
 Say = Callable[[str], None]
 #: ssh's exit code for a failed connection

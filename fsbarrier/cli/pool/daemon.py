@@ -16,13 +16,13 @@ from pathlib import Path
 from fsbarrier.cli.pool.directory import Pool
 from fsbarrier.cli.pool.queue import STOPPED, Ended, Joined, Place, Placed, next_decision
 from fsbarrier.cli.start import ranks
+from fsbarrier.network.this_host import host_name
 from fsbarrier.processes.signals import Interrupted, end_once, ending_signals_handled
 from fsbarrier.processes.supervisor import Child, StartFailed, own_program, with_this_package
 from fsbarrier.protocol.facts import Beat, Member
 from fsbarrier.protocol.membership import GONE, Ledger
 from fsbarrier.rundir.heartbeats import read_beats
 from fsbarrier.rundir.record_store import PosixStore
-from fsbarrier.store.identity import host_name
 
 Say = Callable[[str], None]
 # Maximum polling interval of the pool directory.

@@ -38,8 +38,8 @@ from fsbarrier.settings.resolve import resolve
 from fsbarrier.settings.sections import Settings
 from fsbarrier.settings.sources import ChosenValue
 from fsbarrier.store import files, trusted_folder
-from fsbarrier.store.printable import printable
 from fsbarrier.store.retry import fails, patiently
+from fsbarrier.wording import printable
 
 Say = Callable[[str], None]
 

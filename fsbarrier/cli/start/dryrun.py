@@ -19,8 +19,8 @@ from fsbarrier.engine import accelerators, command, model, tool_format
 from fsbarrier.engine.placement import replicas
 from fsbarrier.errors import FsbarrierError, UsageError
 from fsbarrier.loader import load_program
+from fsbarrier.network.listening import LOOPBACK
 from fsbarrier.node import Node, Port, Publication, Weights
-from fsbarrier.processes.rendezvous import LOOPBACK
 from fsbarrier.program import RowFunction, value_of
 from fsbarrier.protocol.facts import Join, JsonObject, Member, Payload
 from fsbarrier.rundir.runrecord import RunRecord, numbers_in
@@ -29,7 +29,7 @@ from fsbarrier.settings.placement import ALL, Ranges
 from fsbarrier.settings.section import leaves
 from fsbarrier.settings.sections import ServerSettings, Settings
 from fsbarrier.specs import SPEC, EngineAddress, Launch, PolicyEngine, Spec
-from fsbarrier.store.printable import printable, without_passwords
+from fsbarrier.wording import printable, without_passwords
 
 R = TypeVar("R", bound=JsonRecord)
 

@@ -22,12 +22,12 @@ from fsbarrier.errors import UsageError
 from fsbarrier.processes.private_network import others_may_be_here, why_not
 from fsbarrier.processes.supervisor import own_program, with_this_package
 from fsbarrier.program import Program
-from fsbarrier.protocol.wording import counted
 from fsbarrier.settings.checks import shown
 from fsbarrier.settings.losses import LOSSES
 from fsbarrier.settings.sections import Settings
 from fsbarrier.settings.sources import nearest
 from fsbarrier.settings.value_types import reward_kinds
+from fsbarrier.wording import counted
 
 Environ = Mapping[str, str]
 # Timeout for importing the user's code: a large library on a slow filesystem takes minutes.

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from fsbarrier.program import PHASE_NAMES
 from fsbarrier.protocol.facts import Position
 from fsbarrier.protocol.state import Rules
-from fsbarrier.protocol.wording import counted
 from fsbarrier.settings.value_types import RlPhase
+from fsbarrier.wording import counted
 from sim.history import History
 
 # the first row of the slice that updates, and the first closing row

@@ -1,15 +1,34 @@
-"""Formats durations, shares, counts and other values for the terminal and the report. Pure."""
+"""How values are written for people: numbers with their nouns, sizes, durations, shares, and texts that are safe to print. Pure.
+
+Text from files may hold escape sequences and passwords. All commands print it through `printable`.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from datetime import datetime
-
-from fsbarrier.store.printable import printable
 
 #: maximum number of node ranks to list
 MOST_RANKS = 6
 TICKS = "▁▂▃▄▅▆▇█"
+#: terminal escape sequences, introduced by ESC or a C1 control character
+_ORDERS = re.compile(
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b\]|\x9d)[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)?|\x1b[@-Z\\^_]"
+)
+_BREAKS = "\t\n\v\f\r\x1c\x1d\x1e\x1f\x85\u2028\u2029"
+#: A user's name and password stand in a URL between `//` and `@`. Their length is limited so that a hostile text cannot slow the search.
+_PASSWORD = re.compile(r"(?<=://)([^\s/:@\"']{0,200}):[^\s/@\"']{1,500}@")
+
+
+def counted(number: int, noun: str, nouns: str = "") -> str:
+    """ "1 node", "3 nodes". `nouns`: the plural, where it is not the noun with an s."""
+    return f"{number} {noun if number == 1 else nouns or f'{noun}s'}"
+
+
+def gib(amount: int) -> str:
+    """Bytes as "1.5 GiB"."""
+    return f"{amount / (1 << 30):.1f} GiB"
 
 
 def one_line(text: str) -> str:
@@ -81,3 +100,20 @@ def sparkline(values: Sequence[float | None], width: int, low: float, high: floa
         return TICKS[max(0, min(len(TICKS) - 1, round(share * (len(TICKS) - 1))))]
 
     return "".join(map(tick, values[-width:]))
+
+
+def without_passwords(text: str) -> str:
+    """The text with *** in place of passwords in URLs, as in https://user:password@host."""
+    return _PASSWORD.sub(r"\1:***@", text) if "://" in text and "@" in text else text
+
+
+def printable(text: str) -> str:
+    """The text as one line without control characters, escape sequences, bidirectional controls, and passwords in URLs.
+
+    Line breaks and tabs become blanks.
+    """
+    text = without_passwords(text)
+    if text.isprintable():
+        return text
+    text = _ORDERS.sub("", text)
+    return "".join([c if c.isprintable() else " " if c in _BREAKS else "" for c in text])

@@ -1,10 +1,12 @@
-"""The network addresses of this host, and which of them other hosts can probably reach. Sends no packets."""
+"""This host as other hosts see it: its name, boot and user, and the addresses that they can probably reach. Sends no packets."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import getpass
 import ipaddress
+import os
 import re
 import socket
 import struct
@@ -21,6 +23,28 @@ NOWHERE = ("192.0.2.1", "2001:db8::1")
 #: the request for an interface's IPv4 address, see netdevice(7)
 SIOCGIFADDR = 0x8915
 IPV6_TABLE = Path("/proc/net/if_inet6")
+
+
+def host_name() -> str:
+    return socket.gethostname()
+
+
+def boot_id() -> str:
+    """A unique id of this host's current boot; the host name if the kernel provides none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return host_name()
+
+
+def user_at_host() -> str:
+    """USER@HOST, for records that are read elsewhere."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        # In a container a user may have no name.
+        user = f"uid{os.getuid()}"
+    return f"{user}@{host_name()}"
 
 
 def candidate_addresses() -> list[str]:
