@@ -45,6 +45,15 @@ def clock_time(at: float) -> str:
         return "--:--:--"
 
 
+def setting_text(value: object) -> str:
+    """A setting's value as people would type it."""
+    if isinstance(value, list | tuple):
+        return ",".join(setting_text(item) for item in value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def duration(seconds: float) -> str:
     """12 ms, 3.4 s, 83 s, 5 min 12 s, 2 h 05 min, 3 d 4 h."""
     if seconds < 0.0995:

@@ -19,10 +19,9 @@ from waiting import DEADLINE_S, until
 
 from fsbarrier.processes import processes
 from fsbarrier.protocol.facts import Beat
-from fsbarrier.rundir.heartbeats import read_beats
+from fsbarrier.rundir.heartbeats import read_beats, request_stop
 from fsbarrier.rundir.journal import read_events
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.rundir.stop_requests import request_stop
 from fsbarrier.trajectories import load, scan_rank_file
 
 REPO = Path(__file__).resolve().parent.parent

@@ -21,7 +21,7 @@ from forks import be_program as be_program
 from forks import in_a_fork as in_a_fork
 from forks import wait_for as wait_for
 
-from fsbarrier.rundir import log_tail
+from fsbarrier.rundir import logs
 from fsbarrier.rundir.journal import read_events
 
 VOCABULARY = 128  # the letters, which are their own token ids
@@ -133,10 +133,10 @@ class Ended:
         return self
 
     def described(self) -> str:
-        return f"{self.codes}\n{self.said}\n{logs(self.log_path)}"
+        return f"{self.codes}\n{self.said}\n{logs_of_run(self.log_path)}"
 
 
-def logs(log_path: Path) -> str:
+def logs_of_run(log_path: Path) -> str:
     """The last lines of all logs."""
     found = sorted((log_path / "logs").rglob("*.log"))
-    return "\n".join(f"--- {path}\n" + "\n".join(log_tail.last_lines(path, 15)) for path in found)
+    return "\n".join(f"--- {path}\n" + "\n".join(logs.last_lines(path, 15)) for path in found)

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from fsbarrier.network.listening import LISTENING
 from fsbarrier.processes import supervisor
-from fsbarrier.rundir import log_tail
+from fsbarrier.rundir import logs
 from fsbarrier.store import files
 
 FAKE_VLLM = Path(__file__).parent / "fake_vllm.py"
@@ -121,8 +121,8 @@ class Fork:
     def fileno(self) -> int:
         return self._fd if self._code is None else -1
 
-    def last_log_lines(self, lines: int = log_tail.SHOWN_LINES) -> list[str]:
-        return log_tail.last_lines(self.log_file, lines)
+    def last_log_lines(self, lines: int = logs.SHOWN_LINES) -> list[str]:
+        return logs.last_lines(self.log_file, lines)
 
     def __enter__(self) -> Fork:
         return self

@@ -7,7 +7,7 @@ import sys
 import pytest
 from commands import typed
 
-from fsbarrier.settings.credentials import credential_in
+from fsbarrier.settings.secrecy import credential_in
 
 SECRET = "hunter2-very-private"
 

@@ -28,7 +28,7 @@ from fsbarrier.cli.commands import stop
 from fsbarrier.errors import EXIT_INTERNAL, ProgramFailed
 from fsbarrier.run.job import Surroundings
 from fsbarrier.rundir import checkpoints, retention
-from fsbarrier.rundir.log_tail import last_lines_of_node
+from fsbarrier.rundir.logs import last_lines_of_node
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.store import reading
 from fsbarrier.trajectories import RankFileWriter, scan_rank_file

@@ -141,7 +141,7 @@ def test_files_are_unlinked_by_their_path_only_where_that_is_argued() -> None:
         for path in sources("fsbarrier", "phases")
         if re.search(r"\bunlink\(", path.read_text())
     }
-    assert used - {"store/owned.py"} == set(UNLINKED_BY_PATH)
+    assert used - {"store/files.py"} == set(UNLINKED_BY_PATH)
 
 
 def test_only_one_module_opens_sockets_that_listen() -> None:

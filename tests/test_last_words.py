@@ -16,7 +16,7 @@ from commands import typed
 from engine_bench import write_model
 from fake_run import FakeRun, long_run
 
-from fsbarrier.processes.last_words import cause, how_it_ended
+from fsbarrier.processes.failure_reason import cause, how_it_ended
 
 HEAD = "(EngineCore pid=6395) ERROR 11-21 03:26:59 [core.py:10] "
 SERVER = "(APIServer pid=6390) ERROR 11-21 03:27:00 [async_llm.py:906] "

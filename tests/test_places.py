@@ -107,6 +107,27 @@ def test_the_limit_of_the_job_counts_and_not_the_hosts(
     assert limits.processes_left()[0] == processes
 
 
+@pytest.mark.parametrize(
+    ("folder", "limit", "in_use", "prefix"),
+    [
+        ("job", "memory.max", "memory.current", ""),
+        ("memory/job", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ],
+    ids=["v2", "v1"],
+)
+def test_files_in_memory_may_use_half_of_what_a_jobs_limit_leaves(
+    cgroups: Path, folder: str, limit: str, in_use: str, prefix: str
+) -> None:
+    """The cache of files counts as free. The limit is of a group around the process's own."""
+    group = cgroups / folder
+    (group / limit).write_text(str(50 << 20))
+    (group / in_use).write_text(str(37 << 20))
+    (group / "memory.stat").write_text(
+        f"active_file 11\ninactive_file 13\n{prefix}active_file {2 << 20}\n{prefix}inactive_file {5 << 20}\n"
+    )
+    assert limits.free_bytes(limits.SHARED_MEMORY) == 10 << 20
+
+
 def test_slurms_limit_of_memory_counts(cgroups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_MEM_PER_NODE", "64")
     assert limits.memory_bytes() == (64 << 20, "SLURM_MEM_PER_NODE")

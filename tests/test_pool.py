@@ -18,7 +18,6 @@ from cluster import REPO, leftovers
 from commands import typed
 from waiting import until
 
-from fsbarrier.cli import follow_logs
 from fsbarrier.cli.pool import directory
 from fsbarrier.cli.pool.directory import RECORD, Pool, existing
 from fsbarrier.cli.pool.queue import (
@@ -34,6 +33,7 @@ from fsbarrier.cli.pool.queue import (
     next_decision,
 )
 from fsbarrier.protocol.facts import Beat
+from fsbarrier.rundir import logs
 from fsbarrier.rundir.names import START, StartName
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
@@ -292,7 +292,7 @@ def test_logs_are_followed_until_the_job_is_over(pool: Pool, monkeypatch: pytest
                 path.write_text("one\ntwo\nthree\n")
                 pool.append(Over(1, 0))
 
-    monkeypatch.setattr(follow_logs.threading, "Event", Pause)
+    monkeypatch.setattr(logs.threading, "Event", Pause)
     ended = typed("jobs", "logs", pool.root, "1", "--follow").out
     followed = "[node 0] one\n[node 0] two\n"
     assert said == ["", followed] and ended == f"{followed}[node 0] three\n"

@@ -19,11 +19,10 @@ from other_user import UID, needs_root, start_as_other
 from fsbarrier.cli.start import demo_folder
 from fsbarrier.data.demo_tasks import FOLDER
 from fsbarrier.errors import UsageError
-from fsbarrier.processes.memory import SHARED_MEMORY
+from fsbarrier.processes.limits import SHARED_MEMORY
 from fsbarrier.rundir import runrecord
-from fsbarrier.store import owned, trusted_folder
-from fsbarrier.store.scratch_dir import PREFIX, SHORT_PLACE, remove_abandoned, scratch_dir
-from fsbarrier.store.user_dir import user_dir
+from fsbarrier.store import files, trusted_folder
+from fsbarrier.store.local_folders import PREFIX, SHORT_PLACE, remove_abandoned, scratch_dir, user_dir
 
 
 def test_a_folder_that_is_removed_before_it_is_locked_is_made_again(
@@ -65,8 +64,8 @@ def test_no_link_is_followed_to_what_is_removed(tmp_path: Path) -> None:
     run.mkdir()
     (run / "old").symlink_to(precious)
     with pytest.raises(OSError, match="is a link"):
-        owned.remove(run / "old" / "letters", run)
-    owned.remove(run / "old", run)
+        files.remove(run / "old" / "letters", run)
+    files.remove(run / "old", run)
     assert (precious / "letters").is_dir() and not os.path.lexists(run / "old")
 
 

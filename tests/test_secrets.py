@@ -20,13 +20,12 @@ from other_user import attacked, needs_root, opened_by
 
 from fsbarrier.cli.pool.directory import Pool
 from fsbarrier.engine.engine import Engine
-from fsbarrier.processes.secret_variables import without_secrets
 from fsbarrier.processes.supervisor import Child, StartFailed
 from fsbarrier.run.worker_program import _environment
 from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.journal import Journal
-from fsbarrier.settings.hidden import shown
 from fsbarrier.settings.resolve import resolve
+from fsbarrier.settings.secrecy import shown, without_secrets
 
 CANARY = "hunter2canary"
 

@@ -26,10 +26,10 @@ from fsbarrier.protocol.facts import (
 )
 from fsbarrier.protocol.membership import JOINING
 from fsbarrier.protocol.state import Node, Stage
+from fsbarrier.rundir.heartbeats import request_stop
 from fsbarrier.rundir.names import fact_name
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
-from fsbarrier.rundir.stop_requests import request_stop
 from fsbarrier.store.retry import Backoff, fails
 
 

@@ -21,7 +21,7 @@ from fsbarrier.rundir.heartbeats import beats_of_newest_starts, live_nodes, newe
 from fsbarrier.rundir.names import START, StartName
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
-from fsbarrier.store.user_dir import user_dir
+from fsbarrier.store.local_folders import user_dir
 
 
 class RankTaken(UsageError):

@@ -18,7 +18,7 @@ from fsbarrier.doctor.findings import REFUSED, Check, Report
 from fsbarrier.errors import BarrierTimeout, Fenced, PeerLost, TooFewNodes, UsageError
 from fsbarrier.network.listening import listen, port_of, reachable
 from fsbarrier.network.this_host import boot_id, candidate_addresses, host_name
-from fsbarrier.store import files, owned, trusted_folder
+from fsbarrier.store import files, trusted_folder
 from fsbarrier.store.mounts import LOCAL, Mount, mount_of
 
 WAIT_S = 60.0
@@ -205,7 +205,7 @@ def _take_leave(place: Path, session: Path, rank: int, num_nodes: int) -> None:
             threading.Event().wait(0.02)
         for name in os.listdir(place):
             if name == "group" or name.startswith("session-"):
-                owned.discard(place / name, place.parent)
+                files.discard(place / name, place.parent)
 
 
 def _conclude(path: Path, findings: between.Findings) -> Report:

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from fsbarrier.doctor.findings import NOTE, OK, REFUSED, Check
-from fsbarrier.processes.memory import SHARED_MEMORY
+from fsbarrier.processes.limits import SHARED_MEMORY
 from fsbarrier.store import files
 from fsbarrier.store.retry import FAILING
 from fsbarrier.wording import gib

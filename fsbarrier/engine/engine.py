@@ -45,11 +45,11 @@ from fsbarrier.engine.server import LOOKS, Server
 from fsbarrier.engine.span import Door, Link, Meeting, meet
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.processes.limits import memory_bytes
-from fsbarrier.processes.secret_variables import without_secrets
 from fsbarrier.rundir.known_logprobs import KnownLogprobs
+from fsbarrier.settings.secrecy import without_secrets
 from fsbarrier.settings.sections import EngineSettings, FrozenEngineSettings, ServerSettings
 from fsbarrier.store import files
-from fsbarrier.store.scratch_dir import SHORT_PLACE, scratch_dir
+from fsbarrier.store.local_folders import SHORT_PLACE, scratch_dir
 
 # Maximum length of a socket path (unix(7)), without the terminating zero.
 SOCKET_PATH_BYTES = 107

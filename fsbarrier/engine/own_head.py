@@ -15,7 +15,7 @@ from typing import Any
 
 from fsbarrier.engine.model import INDEX, ModelFolder, inspect, tensors_in, weight_files
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.store import files, owned, reading
+from fsbarrier.store import files, reading
 
 EMBEDDINGS, HEAD = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight"), "lm_head.weight"
 HEAD_FILE = "model-head.safetensors"
@@ -50,7 +50,7 @@ def with_own_head(model: ModelFolder, policy_version: int, place: Path) -> Model
     try:
         with _making:
             if not folder.is_dir():
-                owned.discard(place)
+                files.discard(place)
                 made = folder.with_suffix(".part")
                 files.make_dirs(made)
                 for path in model.path.iterdir():

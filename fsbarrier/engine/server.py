@@ -23,11 +23,11 @@ from fsbarrier.engine.openai_http import UNIX, given_logprobs
 from fsbarrier.engine.own_head import KNOWN
 from fsbarrier.engine.span import Bond, Link
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.processes import last_words
+from fsbarrier.processes import failure_reason
 from fsbarrier.processes.supervisor import Child
-from fsbarrier.rundir import log_tail
+from fsbarrier.rundir import logs
 from fsbarrier.rundir.known_logprobs import KnownLogprobs
-from fsbarrier.rundir.log_tail import SHOWN_LINES
+from fsbarrier.rundir.logs import SHOWN_LINES
 from fsbarrier.store.retry import Backoff, patiently
 
 # Polling intervals while a server starts.
@@ -138,12 +138,16 @@ class Server:
 
     def _end(self, code: int) -> str:
         broken = self.bond is not None and self.bond.broken
-        return "was ended because its part on another node ended" if broken else last_words.how_it_ended(code)
+        return (
+            "was ended because its part on another node ended"
+            if broken
+            else failure_reason.how_it_ended(code)
+        )
 
     def failure_text(self, what: str) -> str:
         """A message: the problem, the cause that the log gives, the log's path, and the end of the log."""
-        lines = self.child.last_log_lines(last_words.SEARCHED_LINES)
-        cause = last_words.cause(lines, killed=(self.child.poll() or 0) < 0)
+        lines = self.child.last_log_lines(failure_reason.SEARCHED_LINES)
+        cause = failure_reason.cause(lines, killed=(self.child.poll() or 0) < 0)
         return "\n".join(
             [
                 f"vLLM {what}{f': {cause}' if cause else ''}",
@@ -221,7 +225,7 @@ class Server:
             return str(error)
         except CalledOff:
             raise ProgramFailed("the reload of weights was cancelled") from None
-        if any(NOT_LOADED in line for line in log_tail.last_lines(log_file, RELOAD_LINES, log_size)):
+        if any(NOT_LOADED in line for line in logs.last_lines(log_file, RELOAD_LINES, log_size)):
             return "vLLM reports that it did not load all weights"
         return ""
 

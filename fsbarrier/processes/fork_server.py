@@ -30,7 +30,7 @@ from typing import Any, NoReturn, Self
 import msgspec
 
 from fsbarrier.errors import ProgramFailed, UsageError
-from fsbarrier.processes import last_words
+from fsbarrier.processes import failure_reason
 from fsbarrier.processes.guard import ENDING, PR_SET_CHILD_SUBREAPER, Guard, become_main, prctl
 from fsbarrier.processes.stacks import SIGNAL
 
@@ -90,7 +90,7 @@ class Job(Messages):
     async def how_it_ended(self, within_s: float) -> str:
         """How its process ended, in words; "" if it has not within this time."""
         with contextlib.suppress(TimeoutError):
-            return last_words.how_it_ended(await asyncio.wait_for(asyncio.shield(self.ended), within_s))
+            return failure_reason.how_it_ended(await asyncio.wait_for(asyncio.shield(self.ended), within_s))
         return ""
 
     def close(self) -> None:
@@ -171,7 +171,7 @@ class ForkServer:
     def _how_it_died(self) -> str:
         how = "does not answer"
         with contextlib.suppress(subprocess.TimeoutExpired):
-            how = last_words.how_it_ended(self._process.wait(END_S))
+            how = failure_reason.how_it_ended(self._process.wait(END_S))
         return f"the process that starts all jobs {how}"
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from fsbarrier.network.listening import on_path
 from fsbarrier.processes.supervisor import Child
-from fsbarrier.rundir.log_tail import SHOWN_LINES
+from fsbarrier.rundir.logs import SHOWN_LINES
 
 # Environment variable with the socket's path. Without it a program ends after its first job.
 JOBS = "FSBARRIER_JOBS"

@@ -1,23 +1,31 @@
-"""What this process's container or job may use: memory and processes, by its control groups (v1 and v2), Slurm and ulimit. Never raises."""
+"""What this process's container or job may use: memory and processes, by its control groups (v1 and v2), Slurm and ulimit; and how much of
+that memory is still available for files. Never raises."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import resource
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from fsbarrier.store.mounts import mount_of
+
 CGROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 MIB = 1024**2
+#: the file of a control group's memory limit, in v2 and v1 -> the file of the memory in use
+MEMORY_FILES = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
+# Linux's shared in-memory filesystem.
+SHARED_MEMORY = Path("/dev/shm")
+# In-memory filesystems, and the share of available memory that files there may use.
+IN_MEMORY, FILLED = ("tmpfs", "ramfs"), 0.5
 
 
 def memory_bytes() -> tuple[int, str]:
     """The memory that this process may use, and what sets this limit: the least of the host's, its control groups' and the Slurm job's."""
     found = [(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine")]
-    found += [
-        (limit, str(file)) for file, limit in _limits("memory", ("memory.max", "memory.limit_in_bytes"))
-    ]
+    found += [(limit, str(file)) for file, limit in _limits("memory", tuple(MEMORY_FILES))]
     with contextlib.suppress(KeyError, ValueError):
         found.append((int(os.environ["SLURM_MEM_PER_NODE"]) * MIB, "SLURM_MEM_PER_NODE"))
     return min(each for each in found if each[0] > 0)
@@ -73,3 +81,36 @@ def _groups(controller: str) -> Iterator[Path]:
             yield own
             own = own.parent
         yield root
+
+
+def free_bytes(folder: Path) -> int:
+    """How many bytes may be written below `folder`: the free space on a disk, or at most half of the memory available to this process."""
+    try:
+        free = shutil.disk_usage(folder).free
+        kind = mount_of(folder).kind
+    except OSError:
+        return 0
+    return min(free, int(_available() * FILLED)) if kind in IN_MEMORY else free
+
+
+def _available() -> int:
+    """Available memory by the host, and by the limits of this process's container or job, if any."""
+    available = 0
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        available = _numbers(Path("/proc/meminfo"))["MemAvailable"] << 10
+    for file, limit in _limits("memory", tuple(MEMORY_FILES)):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            counts = _numbers(file.with_name("memory.stat"))
+            # The kernel gives these pages up when memory runs short. In v1 only the totals include the groups inside this one.
+            cached = sum(
+                counts.get(f"total_{name}", counts[name]) for name in ("active_file", "inactive_file")
+            )
+            used = int(file.with_name(MEMORY_FILES[file.name]).read_text()) - cached
+            available = min(available, limit - used)
+    return max(0, available)
+
+
+def _numbers(file: Path) -> dict[str, int]:
+    """Parse the lines NAME NUMBER, or NAME: NUMBER UNIT, of a kernel file."""
+    words = [line.split() for line in file.read_text().splitlines()]
+    return {name.rstrip(":"): int(number) for name, number, *_ in words}

@@ -30,7 +30,7 @@ from typing import Self
 import fsbarrier
 from fsbarrier.errors import ProgramFailed, StoreError
 from fsbarrier.processes import guard, orphans, processes, stacks
-from fsbarrier.rundir import log_tail
+from fsbarrier.rundir import logs
 from fsbarrier.store import files
 from fsbarrier.store.retry import HIDDEN_S, fails_or_hides, patiently
 from fsbarrier.wording import without_passwords
@@ -189,9 +189,9 @@ class Child:
         """For `selectors`: readable when `poll()` may have a new result. -1 after the end."""
         return self._socket.fileno()
 
-    def last_log_lines(self, lines: int = log_tail.SHOWN_LINES) -> list[str]:
+    def last_log_lines(self, lines: int = logs.SHOWN_LINES) -> list[str]:
         """The last lines of its log since this start, from at most the last 64 KiB, made printable."""
-        return log_tail.last_lines(self.log_file, lines, self._log_start)
+        return logs.last_lines(self.log_file, lines, self._log_start)
 
     def __enter__(self) -> Self:
         return self

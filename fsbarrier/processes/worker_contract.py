@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from fsbarrier.errors import FsbarrierError, ProgramFailed, StoreError
-from fsbarrier.processes import last_words, signals
+from fsbarrier.processes import failure_reason, signals
 from fsbarrier.processes.kept_program import JOBS, Jobs
 from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.settings.sections import Settings
@@ -181,7 +181,7 @@ def run_worker(main: Main, stays: Callable[[], bool] = lambda: False) -> int:
 def _say(message: str) -> None:
     """Print the last message of a program. The log may be unwritable, since it is in the shared directory too."""
     with contextlib.suppress(OSError):
-        print(f"{last_words.MESSAGE}{message}", file=sys.stderr, flush=True)
+        print(f"{failure_reason.MESSAGE}{message}", file=sys.stderr, flush=True)
 
 
 def _do(main: Main, spec_file: Path) -> int:

@@ -21,7 +21,7 @@ PREPARING = "preparing"
 UNWRITABLE = "unwritable"
 #: the state of a node that ended because nothing was left to do; it has passed the last row of the generation in its heartbeat
 FINISHED = "finished"
-#: the state in the last heartbeat of a killed daemon (processes/epitaph.py)
+#: the state in the last heartbeat of a killed daemon (processes/death_notice.py)
 KILLED = "killed"
 #: the states of a node that has ended
 GONE = frozenset({"left", KILLED, FINISHED, "stopped", "broken"})

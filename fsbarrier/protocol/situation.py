@@ -9,9 +9,11 @@ from functools import cached_property
 from fsbarrier.protocol.facts import SEALED, Fact, Generation, Join, Member, Payload, Position
 from fsbarrier.protocol.membership import GONE, Loss, live_joiners, losses, occupied
 from fsbarrier.protocol.rows import Row
-from fsbarrier.protocol.session import MASTER, contradiction
 from fsbarrier.protocol.state import Node, Rules, Stage, View
-from fsbarrier.wording import counted
+from fsbarrier.wording import counted, setting_text
+
+#: The rank whose starts may change settings. docs/protocol.md, "Settings that change", says how all members come to have the same ones.
+MASTER = 0
 
 
 @dataclass(eq=False)
@@ -228,3 +230,11 @@ class Situation:
     def trouble_since(self) -> float:
         """When this node noticed the loss that it answers with a new generation; now if it has just noticed it."""
         return self.now if self.node.trouble_since is None else self.node.trouble_since
+
+
+def contradiction(stated: Payload, now: Payload) -> str:
+    """The first setting that a command line contradicts, with both values, for people; "" if there is none."""
+    for name, value in stated.items():
+        if now.get(name) != value:
+            return f"{name}={setting_text(value)} contradicts this run's settings ({setting_text(now.get(name))})"
+    return ""

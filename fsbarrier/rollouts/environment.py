@@ -22,13 +22,13 @@ import httpx
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.network.listening import on_loopback, port_of
 from fsbarrier.network.this_host import owners_of_port
-from fsbarrier.processes import last_words
+from fsbarrier.processes import failure_reason
 from fsbarrier.processes.fork_server import Job
-from fsbarrier.processes.secret_variables import without_variables
 from fsbarrier.processes.supervisor import Child
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rollouts.rollout_spec import RolloutSpec
 from fsbarrier.rollouts.session_quota import SessionQuota
+from fsbarrier.settings.secrecy import without_variables
 from fsbarrier.settings.sections import EnvironmentSettings, Settings
 from fsbarrier.store.trusted_folder import user_name
 
@@ -226,7 +226,7 @@ class Environment:
             if not server.url and time.monotonic() - begin > limit_s:
                 return f"did not answer within {limit_s:g} s ({self.table}.start_timeout_s)"
             await asyncio.sleep(LOOK_S)
-        return last_words.how_it_ended(code)
+        return failure_reason.how_it_ended(code)
 
     async def _answers(self, port: int) -> bool:
         path = self.settings.health

@@ -37,7 +37,7 @@ from fsbarrier.errors import (
 from fsbarrier.loader import load_program
 from fsbarrier.network.listening import LOOPBACK, listen
 from fsbarrier.network.this_host import boot_id, candidate_addresses, host_name, user_at_host
-from fsbarrier.processes.epitaph import Epitaph
+from fsbarrier.processes.death_notice import Epitaph
 from fsbarrier.processes.signals import ending_signals_handled
 from fsbarrier.protocol.facts import Beat, Join, Payload
 from fsbarrier.protocol.membership import epitaph

@@ -18,7 +18,7 @@ from fsbarrier.protocol.state import Node, Rules
 from fsbarrier.run.notifier import Notifier
 from fsbarrier.run.tracking import TrackerProgram
 from fsbarrier.rundir.journal import Journal
-from fsbarrier.rundir.log_tail import last_lines_of_node
+from fsbarrier.rundir.logs import last_lines_of_node
 from fsbarrier.rundir.phase_time import DIGITS, PhaseTime
 from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.store import files

@@ -29,7 +29,7 @@ from typing import TypeVar
 
 from fsbarrier.context import Context
 from fsbarrier.errors import FsbarrierError, NodesRefused, ProgramFailed, StoreError, TooFewNodes
-from fsbarrier.processes.last_words import only_noticed
+from fsbarrier.processes.failure_reason import only_noticed
 from fsbarrier.processes.worker_contract import MAX_NESTING, MAX_RESULT_BYTES, nesting
 from fsbarrier.program import value_of
 from fsbarrier.protocol.facts import JsonObject, Payload
@@ -38,7 +38,7 @@ from fsbarrier.protocol.succession import STARTS
 from fsbarrier.run.admission import problems
 from fsbarrier.run.job import Cancelled, InBackground, NodeUnfit, RowJob, Workplace
 from fsbarrier.run.working_node import WorkingNode
-from fsbarrier.rundir.log_tail import SHOWN_LINES
+from fsbarrier.rundir.logs import SHOWN_LINES
 
 T = TypeVar("T")
 

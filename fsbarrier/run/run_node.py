@@ -10,15 +10,14 @@ from pathlib import Path
 
 from fsbarrier.coordination.ranks import RankTaken, free_ranks, hold_rank
 from fsbarrier.errors import Fenced, UsageError
-from fsbarrier.processes.memory import SHARED_MEMORY
+from fsbarrier.processes.limits import SHARED_MEMORY
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.run.daemon import Daemon, starting
 from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.settings.sections import Settings
 from fsbarrier.store import files
+from fsbarrier.store.local_folders import SHORT_PLACE, remove_abandoned, scratch_dir, user_dir
 from fsbarrier.store.mounts import LOCAL, mount_of
-from fsbarrier.store.scratch_dir import SHORT_PLACE, remove_abandoned, scratch_dir
-from fsbarrier.store.user_dir import user_dir
 from fsbarrier.training.weights_copy import WeightsCopy
 
 

@@ -13,13 +13,13 @@ import socket
 from pathlib import Path
 
 from fsbarrier.errors import ProgramFailed, StoreError
-from fsbarrier.processes.secret_variables import without_variables
 from fsbarrier.processes.supervisor import Child, own_program, with_this_package
 from fsbarrier.processes.worker_contract import WorkerFiles
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.protocol.state import Node
 from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.rundir.session_settings import in_force
+from fsbarrier.settings.secrecy import without_variables
 from fsbarrier.settings.sections import Settings
 from fsbarrier.specs import TrackSpec
 

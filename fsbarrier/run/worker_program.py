@@ -12,9 +12,8 @@ from fsbarrier.engine.placement import visible
 from fsbarrier.errors import ProgramFailed, StoreError
 from fsbarrier.network.listening import LISTENING
 from fsbarrier.node import Weights
-from fsbarrier.processes import last_words
+from fsbarrier.processes import failure_reason
 from fsbarrier.processes.kept_program import KeptProgram
-from fsbarrier.processes.secret_variables import without_secrets, without_trackers_keys
 from fsbarrier.processes.stacks import write_stacks
 from fsbarrier.processes.supervisor import Child, own_program, with_this_package
 from fsbarrier.processes.worker_contract import NOT_PERMITTED, WorkerFiles, read_result
@@ -22,9 +21,10 @@ from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.run.job import Cancelled, NodeUnfit, RowJob, Workplace
 from fsbarrier.run.weights import InFlight
 from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.settings.secrecy import without_secrets, without_trackers_keys
 from fsbarrier.settings.sections import Settings
 from fsbarrier.specs import HELPER, SPEC, Launch, Resident
-from fsbarrier.store import owned
+from fsbarrier.store.files import discard
 from fsbarrier.store.retry import patiently
 
 # How often to check for cancellation and for a sign of life.
@@ -111,7 +111,7 @@ class ProgramRun:
                 raise DirectoryFailed(f"{why}; {workplace.log_path} fails or is full{log}")
             raise ProgramFailed(f"{why}{log}")
         result = read_result(files.result, name) if self.reports else {}
-        owned.discard(files.folder)
+        discard(files.folder)
         return result
 
     def _written(self) -> WorkerFiles:
@@ -247,9 +247,9 @@ def program_name(argv: Sequence[str]) -> str:
 def _why_it_failed(program: Child | KeptProgram, argv: Sequence[str], code: int) -> str:
     """How the program ended, with the line of its log that says why."""
     name = program_name(argv)
-    lines = program.last_log_lines(last_words.SEARCHED_LINES)
-    cause = last_words.cause(lines, killed=code < 0)
-    return f"{name} {last_words.how_it_ended(code)}{f': {cause}' if cause else ''}"
+    lines = program.last_log_lines(failure_reason.SEARCHED_LINES)
+    cause = failure_reason.cause(lines, killed=code < 0)
+    return f"{name} {failure_reason.how_it_ended(code)}{f': {cause}' if cause else ''}"
 
 
 def _end_of_log(child: Child | KeptProgram) -> str:

@@ -1,4 +1,4 @@
-"""Reads the status files beside the heartbeats, for views, and for commands that need to know whether a node is alive.
+"""Reads the status files beside the heartbeats, for views and commands that need to know whether a node is alive, and asks nodes to stop.
 
 The heartbeats themselves are file names (`names.PULSE`), which a node reads in one listing. A process that writes nothing in that folder
 may see an old listing for half a minute on some mounts, but it opens fresh contents. So this module reads the status files. Neither file
@@ -11,11 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
-from fsbarrier.protocol.facts import Beat, Pulse
+from fsbarrier.errors import UsageError
+from fsbarrier.network.this_host import user_at_host
+from fsbarrier.protocol.facts import Beat, Member, Pulse, StopRequest
 from fsbarrier.protocol.membership import GONE
-from fsbarrier.rundir.names import PULSE, START, StartName
+from fsbarrier.rundir.names import PULSE, START, STOP_REQUEST, StartName
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore, Store
 from fsbarrier.store.retry import patiently
@@ -61,8 +64,9 @@ def read_beats(log_path: Path, rank: int | None = None) -> dict[int, Beat]:
 def read_newest_starts(log_path: Path, rank: int | None = None) -> list[tuple[StartName, Beat | None]]:
     """The newest start of each rank (or only of `rank`) with a heartbeat, and the newest readable heartbeat, maybe of an older start.
 
-    If a daemon was killed, only the heartbeat's name says so (processes/epitaph.py), and on a full disk only the name is updated. So a name
-    that is newer than the status replaces its counter and state. A listing may be old, but names in it did exist. Raises OSError.
+    If a daemon was killed, only the heartbeat's name says so (processes/death_notice.py), and on a full disk only the name is
+    updated. So a name that is newer than the status replaces its counter and state. A listing may be old, but names in it did exist.
+    Raises OSError.
     """
     store, paths = PosixStore(), RunPaths(log_path)
     reader = HeartbeatReader(store, paths.status)
@@ -137,3 +141,49 @@ def beats_of_newest_starts(log_path: Path, rank: int | None = None) -> dict[int,
         start.rank: beat if beat is not None and beat.incarnation == start.incarnation else None
         for start, beat in read_newest_starts(log_path, rank)
     }
+
+
+def request_stop(log_path: Path, *, now: bool) -> StopRequest:
+    """Ask all nodes of a run to stop: at the next start of an iteration, or at once. Returns the request.
+
+    The request concerns the newest start of each rank. Raises UsageError if there is no run, OSError.
+    """
+    paths = RunPaths(log_path)
+    if not paths.record.is_file():
+        raise UsageError(f"no run at {log_path}: there is no {paths.record.name}")
+    store = PosixStore()
+    store.make_dir(paths.stops)
+    made_at = datetime.now(UTC).isoformat(timespec="seconds")
+    request = StopRequest(now, user_at_host(), made_at, _newest_starts(store, paths))
+    number = max(STOP_REQUEST.parse_all(store.names(paths.stops)), default=0) + 1
+    while not store.create(paths.stop(number), request):
+        number += 1
+    return request
+
+
+def stop(log_path: Path, *, now: bool, watch_s: float) -> list[Beat]:
+    """Ask all nodes of a run to stop, and return the last heartbeats of those that it reaches.
+
+    It reaches the nodes that write a heartbeat or end within `watch_s` after the request. A node that joins only in that time is asked by
+    another request. Raises UsageError if there is no run, OSError.
+    """
+    before = beats_of_newest_starts(log_path)
+    request = request_stop(log_path, now=now)
+    silent, reached = not_gone(before), dict[int, Beat]()
+    for newer in newer_beats(log_path, before, watch_s):
+        for beat in newer:
+            if not request.concerns(beat.rank, beat.incarnation):
+                request = request_stop(log_path, now=now)
+            reached[beat.rank] = beat
+        silent -= reached.keys()
+        if reached and not silent:
+            break
+    return [reached[rank] for rank in sorted(reached)]
+
+
+def _newest_starts(store: PosixStore, paths: RunPaths) -> tuple[Member, ...]:
+    """The newest start of each rank, according to joins/ and the status files. Raises OSError."""
+    newest = {rank: beat.incarnation for rank, beat in read_beats(paths.root).items()}
+    for start in START.parse_all(store.names(paths.joins)):
+        newest[start.rank] = max(newest.get(start.rank, 0), start.incarnation)
+    return tuple(Member(rank, incarnation) for rank, incarnation in sorted(newest.items()))

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from fsbarrier.protocol.codec import CorruptRecord, decode, encode
 from fsbarrier.protocol.facts import R, Record
-from fsbarrier.store import files, owned, reading
+from fsbarrier.store import files, reading
 
 #: errors that concern one record, because it is being replaced or belongs to another user; other errors concern the mount and are raised
 OF_ONE_RECORD = frozenset({errno.ENOENT, errno.ESTALE, errno.EACCES, errno.EPERM})
@@ -133,7 +133,7 @@ class PosixStore:
             return
         except OSError:
             # The folder is not empty: a killed process has left a temporary file.
-            owned.remove(path)
+            files.remove(path)
 
 
 class LenientStore(PosixStore):

@@ -10,7 +10,7 @@ from pathlib import Path
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.rundir import checkpoints, names
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.store import owned
+from fsbarrier.store import files
 
 
 def remove_old(
@@ -55,7 +55,7 @@ def _listed(folder: Path) -> list[Path]:
 def _remove(log_path: Path, path: Path) -> bool:
     """Remove a file; False if that failed. Links are not followed, since their targets do not belong to this run."""
     try:
-        owned.remove(path, log_path)
+        files.remove(path, log_path)
     except OSError:
         return False
     return True
@@ -102,8 +102,8 @@ def _remove_version(folder: Path) -> None:
     """Raises OSError, also if the folder is a link."""
     log_path = folder.parent.parent
     # First the manifest, so that a half-removed folder does not look complete.
-    owned.remove(folder / checkpoints.MANIFEST, log_path)
-    owned.remove(folder, log_path)
+    files.remove(folder / checkpoints.MANIFEST, log_path)
+    files.remove(folder, log_path)
 
 
 def _state_in(folder: Path) -> str | None:

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from fsbarrier.errors import UsageError
 from fsbarrier.protocol.assign import split_by_weight
-from fsbarrier.protocol.session import shown as as_typed
-from fsbarrier.settings.credentials import check_credentials
 from fsbarrier.settings.losses import LOSSES
 from fsbarrier.settings.placement import ROLES, Ranges
+from fsbarrier.settings.secrecy import check_credentials
 from fsbarrier.settings.sources import ChosenValue, nearest, stored_as
 from fsbarrier.settings.value_types import TEACHER, frozen_engine, reward_kinds, scoring_engines
 from fsbarrier.settings.without_effect import AsChosen, without_effect
-from fsbarrier.wording import counted
+from fsbarrier.wording import counted, setting_text
 
 if TYPE_CHECKING:
     from fsbarrier.settings.sections import Settings
@@ -54,7 +53,7 @@ def _as_chosen(settings: Settings, chosen: Mapping[str, ChosenValue], key: str) 
     value: Any = settings
     for part in key.split("."):
         value = value[part] if isinstance(value, Mapping) else getattr(value, part)
-    text = as_typed(value)
+    text = setting_text(value)
     return chosen[key].written(text) if key in chosen else f"{key}={text}"
 
 

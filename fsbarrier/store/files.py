@@ -1,8 +1,11 @@
-"""Crash-safe atomic writes on a shared filesystem. All other modules write files through this one.
+"""Crash-safe atomic writes on a shared filesystem, and removals. All other modules write and remove files through this one.
 
 A reader sees no file, the old file or the complete new one. Data is written to a temporary file in the same directory, fsynced if it must
 survive a power loss, and then renamed or linked to its final name. The file is longer than others, so that all these steps and their
 ambiguous errors are in one place.
+
+Somebody may have replaced a folder by a link. So nothing is removed by its path alone: the folder above it is opened without following
+links.
 """
 
 from __future__ import annotations
@@ -12,8 +15,10 @@ import errno
 import hashlib
 import os
 import secrets
+import shutil
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from fsbarrier.store import reading
@@ -321,3 +326,25 @@ def link(source: Path, target: Path, last_look: Callable[[], None] = lambda: Non
             # Renaming one hard link of a file onto another does nothing, so the temporary name may still exist after a success.
             os.unlink(temporary)
     fsync_dir(target.parent)
+
+
+def remove(path: Path, root: Path | None = None) -> None:
+    """Remove a file, a link (not what it points to), or a folder with its contents; nothing if it is not there.
+
+    No link is followed from `root` on (default: the folder above). Raises reading.NotPlain, OSError.
+    """
+    _remove(path, root or path.parent, ignore_errors=False)
+
+
+def discard(path: Path, root: Path | None = None) -> None:
+    """Remove as much as possible, like `remove`. Never raises OSError."""
+    with suppress(OSError):
+        _remove(path, root or path.parent, ignore_errors=True)
+
+
+def _remove(path: Path, root: Path, *, ignore_errors: bool) -> None:
+    with suppress(FileNotFoundError), reading.folder_below(root, path.parent) as folder:
+        if stat.S_ISDIR(os.stat(path.name, dir_fd=folder, follow_symlinks=False).st_mode):
+            shutil.rmtree(path.name, ignore_errors, dir_fd=folder)
+        else:
+            os.unlink(path.name, dir_fd=folder)

@@ -34,7 +34,7 @@ from fsbarrier.errors import ProgramFailed, first_line
 from fsbarrier.rundir import checkpoints, known_logprobs
 from fsbarrier.rundir.hashed_file import FileDigest, digest_of
 from fsbarrier.rundir.known_logprobs import KnownLogprobs
-from fsbarrier.store import files, owned
+from fsbarrier.store import files
 from fsbarrier.training import safetensors_file
 from fsbarrier.training.beside_weights import ADAPTER, write_beside, write_bytes
 from fsbarrier.training.lora import Adapters
@@ -167,7 +167,7 @@ def _begin(out: Path, version: NewVersion, rank: int) -> bool:
 def _make_empty(folder: Path) -> None:
     """Remove the files of an attempt that ended before its manifest."""
     for leftover in FOLDERS:
-        owned.discard(folder / leftover)
+        files.discard(folder / leftover)
     for name in (checkpoints.MANIFEST, known_logprobs.NAME):
         (folder / name).unlink(missing_ok=True)
     files.make_dirs(folder)

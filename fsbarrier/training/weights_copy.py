@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsbarrier.errors import ProgramFailed
-from fsbarrier.processes.memory import free_bytes
+from fsbarrier.processes.limits import free_bytes
 from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.hashed_file import copy_hashed
-from fsbarrier.store import files, owned
+from fsbarrier.store import files
 
 GB = 1e9
 
@@ -42,14 +42,14 @@ class WeightsCopy:
     def begin(self, version: str, size: int) -> bool:
         """Remove all copies, and make a folder for the next one; False if there is no room for `size` bytes."""
         for old in self.folder.iterdir():
-            owned.discard(old)
+            files.discard(old)
         if free_bytes(self.folder) < size:
             return False
         files.make_dirs(self.unchecked(version))
         return True
 
     def give_up(self, version: str) -> None:
-        owned.discard(self.unchecked(version).parent)
+        files.discard(self.unchecked(version).parent)
 
     def confirm(self, model: Path, between_reads: Callable[[], None]) -> str:
         """Complete the copy of the committed folder `model` with the files beside the weights, verify it, and rename it for use.

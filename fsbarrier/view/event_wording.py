@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 
-from fsbarrier.protocol.session import shown
 from fsbarrier.protocol.succession import RENEWED
 from fsbarrier.rundir.journal import Event, lost_nodes
 from fsbarrier.view.phase_names import LONG
-from fsbarrier.wording import amount, clock_time, counted, duration, one_line, printable
+from fsbarrier.wording import amount, clock_time, counted, duration, one_line, printable, setting_text
 
 #: Phases shorter than this many seconds get no line when they finish.
 WORTH_S = 1.0
@@ -109,7 +108,7 @@ def _generation(event: Event) -> str:
         why = ""
     settings = event.fields.get("settings")
     each = settings.items() if isinstance(settings, Mapping) else ()
-    changed = "".join(f"; {name}={shown(value)}" for name, value in each)
+    changed = "".join(f"; {name}={setting_text(value)}" for name, value in each)
     return filled("generation {generation}: nodes {members}; leader {leader}", event) + why + changed
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from fsbarrier.processes import last_words
+from fsbarrier.processes import failure_reason
 from fsbarrier.rundir.journal import Event
 from fsbarrier.store import reading
 from fsbarrier.view.event_wording import event_line, log_lines
@@ -63,13 +63,13 @@ def _in_the_log(failed: Event, logs: Path) -> list[str]:
         return [f"cannot read {name}: {error.strerror}"]
     # Skip earlier starts of the program.
     begin = max((number for number, line in enumerate(lines) if _START.match(line)), default=-1) + 1
-    why = last_words.cause(lines[begin:])
+    why = failure_reason.cause(lines[begin:])
     at = max(
         (number for number, line in enumerate(lines[begin:], begin) if why and why in line), default=None
     )
     if at is None:
         return []
     first = max(begin, at - BEFORE)
-    traceback = [number for number in range(first, at) if last_words.TRACEBACK in lines[number]]
+    traceback = [number for number in range(first, at) if failure_reason.TRACEBACK in lines[number]]
     part = lines[max(first, (traceback or [at])[-1] - 5) : at + AFTER]
     return [f"the error in {name}:", *_indented([printable(line) for line in part])]

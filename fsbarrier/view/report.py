@@ -16,8 +16,7 @@ from pathlib import Path
 from statistics import median
 
 import fsbarrier
-from fsbarrier.protocol.session import shown as plain
-from fsbarrier.settings.hidden import shown
+from fsbarrier.settings.secrecy import shown
 from fsbarrier.settings.section import leaves
 from fsbarrier.view.event_wording import event_text
 from fsbarrier.view.report_formats import Row, iteration_rows
@@ -25,7 +24,7 @@ from fsbarrier.view.report_samples import samples
 from fsbarrier.view.run_reader import RunReader
 from fsbarrier.view.run_status import RunStatus
 from fsbarrier.view.timings import IterationTime, together, wastes
-from fsbarrier.wording import amount, counted, duration, one_line, percent, short
+from fsbarrier.wording import amount, counted, duration, one_line, percent, setting_text, short
 
 #: maximum numbers to show, newest first: iterations as bars, events
 BARS = 30
@@ -241,7 +240,7 @@ def _events(reader: RunReader) -> tuple[Table, int] | None:
 
 def _settings(reader: RunReader) -> Table:
     values = leaves(shown(reader.settings.as_json()))
-    return Table(("setting", "value"), [(key, plain(value)) for key, value in values], left=(0, 1))
+    return Table(("setting", "value"), [(key, setting_text(value)) for key, value in values], left=(0, 1))
 
 
 # --- charts: curves as inline SVG, bars as widths in per cent. Colours come from the page's style sheet. ------------------------

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fsbarrier.errors import EXIT_SIGINT, EXIT_SIGTERM
 from fsbarrier.protocol.membership import GONE, UNWRITABLE
-from fsbarrier.rundir.log_tail import log_folders
+from fsbarrier.rundir.logs import log_folders
 from fsbarrier.rundir.names import MERGED
 from fsbarrier.view.history import Rewards
 from fsbarrier.view.node_status import ALIVE, WATCHED_BEATS, NodeStatus, PhaseAt, beat_s, node_status

@@ -23,7 +23,7 @@ from typing import Any
 from fsbarrier.processes.worker_contract import ProgressWriter, run_worker
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.settings.hidden import shown
+from fsbarrier.settings.secrecy import shown
 from fsbarrier.settings.section import leaves
 from fsbarrier.settings.sections import Settings, TrackerSettings
 from fsbarrier.specs import TrackSpec

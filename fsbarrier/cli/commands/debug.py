@@ -17,7 +17,7 @@ from fsbarrier.processes import processes
 from fsbarrier.processes.stacks import write_stacks
 from fsbarrier.protocol.membership import GONE
 from fsbarrier.rundir.heartbeats import read_beats
-from fsbarrier.rundir.log_tail import log_folders
+from fsbarrier.rundir.logs import log_folders
 from fsbarrier.rundir.names import JOURNAL, START
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore

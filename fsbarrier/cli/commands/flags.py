@@ -11,7 +11,7 @@ from pathlib import Path
 from fsbarrier.cli.start import preflight
 from fsbarrier.errors import UsageError
 from fsbarrier.rundir.runrecord import STEERING, RunRecord, load
-from fsbarrier.settings.hidden import shown_word
+from fsbarrier.settings.secrecy import shown_word
 from fsbarrier.settings.sources import FLAGS, RUN_FLAGS, ChosenValue, setting_of, with_range_of_nodes
 from fsbarrier.store import files, reading, trusted_folder
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fsbarrier.cli.commands import flags
-from fsbarrier.cli.follow_logs import Log, show
 from fsbarrier.cli.start import preflight
 from fsbarrier.errors import FsbarrierError, UsageError
 from fsbarrier.rundir.heartbeats import read_beats
+from fsbarrier.rundir.logs import Log, show
 from fsbarrier.wording import counted
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ from fsbarrier.cli.launchers.job import (
     submit,
 )
 from fsbarrier.errors import UsageError
-from fsbarrier.processes.secret_variables import TRACKERS_KEYS
+from fsbarrier.settings.secrecy import TRACKERS_KEYS
 from fsbarrier.settings.sources import setting_of
 from fsbarrier.wording import counted
 

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 
 from fsbarrier.cli.commands import flags
-from fsbarrier.cli.follow_logs import Log, show
 from fsbarrier.errors import UsageError
+from fsbarrier.rundir.logs import Log, show
 from fsbarrier.rundir.names import ATTEMPT_FOLDER, NODE_FOLDER
 from fsbarrier.rundir.paths import RunPaths
 

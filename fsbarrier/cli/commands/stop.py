@@ -6,7 +6,7 @@ import argparse
 
 from fsbarrier.cli.commands import flags
 from fsbarrier.errors import StoreError, UsageError
-from fsbarrier.rundir.stop_requests import stop
+from fsbarrier.rundir.heartbeats import stop
 from fsbarrier.wording import printable, ranks
 
 # A node is considered alive if its heartbeat advances within this many beats. A starting node may need longer to write its first one.

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING
 
 from fsbarrier.cli.launchers.processes import Children, failed_to_begin, run_nodes
 from fsbarrier.errors import EXIT_INTERNAL, UsageError
-from fsbarrier.settings.hidden import shown_word
+from fsbarrier.settings.secrecy import shown_word
 from fsbarrier.settings.sources import ChosenValue
 from fsbarrier.store import files
-from fsbarrier.store.scratch_dir import scratch_dir
-from fsbarrier.store.user_dir import user_dir
+from fsbarrier.store.local_folders import scratch_dir, user_dir
 from fsbarrier.wording import counted
 
 if TYPE_CHECKING:

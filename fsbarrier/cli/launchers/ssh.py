@@ -13,11 +13,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from fsbarrier.cli.follow_logs import Log, show
 from fsbarrier.cli.launchers.job import ClusterJob
 from fsbarrier.cli.launchers.processes import Children, failed_to_begin, run_nodes
 from fsbarrier.errors import TooFewNodes, UsageError
-from fsbarrier.rundir.log_tail import last_lines
+from fsbarrier.rundir.logs import Log, last_lines, show
 from fsbarrier.wording import counted
 
 Say = Callable[[str], None]

@@ -27,9 +27,9 @@ from fsbarrier.doctor.findings import WARNING
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.loader import load_program
 from fsbarrier.program import Program
-from fsbarrier.protocol.session import MASTER, shown
+from fsbarrier.protocol.situation import MASTER
 from fsbarrier.protocol.timing import JOIN_TIMEOUT_S
-from fsbarrier.rundir import agreement, runrecord
+from fsbarrier.rundir import runrecord, session_settings
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.runrecord import RunRecord, TaskSource
 from fsbarrier.rundir.session_settings import in_force, newest_settings
@@ -39,7 +39,7 @@ from fsbarrier.settings.sections import Settings
 from fsbarrier.settings.sources import ChosenValue
 from fsbarrier.store import files, trusted_folder
 from fsbarrier.store.retry import fails, patiently
-from fsbarrier.wording import printable
+from fsbarrier.wording import printable, setting_text
 
 Say = Callable[[str], None]
 
@@ -315,7 +315,7 @@ def _join(asked: _Asked, record: RunRecord, rank: ranks.Choice | None) -> Start:
     settings = in_force(record.settings, newest_settings(record.paths))
     files.set_shared_group(settings.shared_group)
     with_folder = _with_models_folder(typed, record, settings.data_path, request.environ)
-    stated = agreement.stated_changes(record, chosen, with_folder)
+    stated = session_settings.stated_changes(record, chosen, with_folder)
     if rank is not None and rank.source == "RANK":
         rank = _rank(request, typed.num_nodes if "num_nodes" in chosen else settings.num_nodes)
     if rank is None or rank.value == MASTER:
@@ -350,7 +350,7 @@ def _changed(
         check_change(changed, differing)
     for name, value in differing.items():
         was, becomes = (
-            shown(each) if each not in ("", [], ()) else "nothing" for each in (before[name], value)
+            setting_text(each) if each not in ("", [], ()) else "nothing" for each in (before[name], value)
         )
         asked.say(printable(f"{name} changes from {was} to {becomes} if this start begins a session"))
     return changed, stated

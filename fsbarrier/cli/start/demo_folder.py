@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fsbarrier.data.demo_tasks import FOLDER
 from fsbarrier.errors import UsageError
-from fsbarrier.store import files, owned
+from fsbarrier.store import files
 
 
 def make(target: Path) -> None:
@@ -31,4 +31,4 @@ def make(target: Path) -> None:
     except OSError as error:
         raise UsageError(f"--log-path {target.parent}: not writable: {error.strerror or error}") from None
     finally:
-        owned.discard(staging)
+        files.discard(staging)

@@ -24,8 +24,8 @@ from fsbarrier.node import Node, Port, Publication, Weights
 from fsbarrier.program import RowFunction, value_of
 from fsbarrier.protocol.facts import Join, JsonObject, Member, Payload
 from fsbarrier.rundir.runrecord import RunRecord, numbers_in
-from fsbarrier.settings.hidden import shown
 from fsbarrier.settings.placement import ALL, Ranges
+from fsbarrier.settings.secrecy import shown
 from fsbarrier.settings.section import leaves
 from fsbarrier.settings.sections import ServerSettings, Settings
 from fsbarrier.specs import SPEC, EngineAddress, Launch, PolicyEngine, Spec

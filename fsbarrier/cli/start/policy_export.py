@@ -17,7 +17,7 @@ from fsbarrier.errors import ProgramFailed, UsageError, first_line
 from fsbarrier.rundir import checkpoints, runrecord
 from fsbarrier.rundir.hashed_file import FileDigest, copy_hashed
 from fsbarrier.rundir.runrecord import RunRecord
-from fsbarrier.store import files, owned, reading
+from fsbarrier.store import files, reading
 
 #: the folder of a policy version with the critic's weights
 CRITIC = "critic/model"
@@ -108,7 +108,7 @@ def export(chosen: VersionToExport, target: Path) -> None:
         files.fsync_dir(staging)
         os.rename(staging, target)
     finally:
-        owned.discard(staging)
+        files.discard(staging)
 
 
 def _copy(chosen: VersionToExport, out: Path) -> None:
@@ -170,7 +170,7 @@ def copy_other_runs(init_from: str, policy: VersionToExport, target: Path) -> Pa
     """
     with _in_init_from(init_from):
         # Left by a start that was killed before it created the run.
-        owned.discard(target)
+        files.discard(target)
         export(policy, target / "model")
     return target / "model"
 

@@ -15,7 +15,7 @@ from typing import Protocol
 from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.names import SPLITS
 from fsbarrier.rundir.paths import RunPaths
-from fsbarrier.store import owned
+from fsbarrier.store import files
 
 _BASE = Path("/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else tempfile.gettempdir())
 _PROCESS, _NUMBERS = f"fsbarrier-sim-{secrets.token_hex(8)}", count()
@@ -87,7 +87,7 @@ class Artifacts:
             self.paths.merged("train", iteration).write_text("0")
 
     def remove(self) -> None:
-        owned.discard(self.root)
+        files.discard(self.root)
 
     def stamp(self) -> int:
         """A number that nothing else has."""

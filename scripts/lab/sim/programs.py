@@ -10,7 +10,7 @@ from pathlib import Path
 from fsbarrier.data.merge import Part
 from fsbarrier.decisions import RolloutReport
 from fsbarrier.errors import ProgramFailed, StoreError
-from fsbarrier.processes.last_words import MESSAGE
+from fsbarrier.processes.failure_reason import MESSAGE
 from fsbarrier.processes.worker_contract import WorkerFiles
 from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.protocol.state import Node

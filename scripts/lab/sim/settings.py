@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from random import Random
 
 from fsbarrier.protocol.facts import Generation, Join, Payload
-from fsbarrier.protocol.session import MASTER
+from fsbarrier.protocol.situation import MASTER
 from fsbarrier.protocol.succession import STARTS
 from fsbarrier.rundir import session_settings
 from fsbarrier.settings.sections import PlacementSettings, Settings

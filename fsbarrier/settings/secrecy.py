@@ -1,8 +1,13 @@
-"""Recognises what looks like a credential, in names of variables and in commands, which everybody on a host can read."""
+"""Recognises secrets and keeps them where they belong.
+
+Everybody on a host can read commands, so those with a credential are refused. Settings are shown without the values marked secret and
+without passwords in URLs. Programs that need no secrets get an environment without them.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from fsbarrier.errors import UsageError
@@ -27,6 +32,14 @@ _KEYS = re.compile(
 #: values that are no secrets, whatever their flag is called: variables, placeholders, paths, numbers, words of a choice
 _HARMLESS = re.compile(r"[$/{.<-].*|[\d.]+|.{0,5}|[a-z_]+\.(json|txt|env|pem|key)")
 _NAMES_A_PLACE = re.compile(r"_(file|path|dir|env|name|id)$", re.IGNORECASE)
+HIDDEN = "***"
+#: `custom.secret.NAME=value`, or `custom.secret_name=value`
+MARK = "secret"
+#: Secrets that only a tracker needs, by tracker.
+TRACKERS_KEYS: Mapping[str, tuple[str, ...]] = {
+    "wandb": ("WANDB_API_KEY",),
+    "mlflow": ("MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"),
+}
 
 
 def credential_in(command: str) -> str:
@@ -59,3 +72,48 @@ def check_credentials(settings: Settings) -> None:
                 f"{name}: what looks like a credential ({what}) would be visible in process lists, run.json and reports; export it as a "
                 "variable ($NAME) in the environment of the daemon, and let the program read that"
             )
+
+
+def shown(settings: Mapping[str, object]) -> dict[str, object]:
+    """The nested settings of `Settings.as_json`, redacted."""
+    custom = settings.get("custom")
+    marked = {name: HIDDEN for name in custom if name.startswith(MARK)} if isinstance(custom, Mapping) else {}
+    safe = {name: _safe(value) for name, value in settings.items()}
+    if isinstance(custom, Mapping):
+        safe["custom"] = {name: _safe(value) for name, value in custom.items()} | marked
+    return safe
+
+
+def shown_word(word: str) -> str:
+    """A command-line setting (`custom.secret.NAME=value`), redacted."""
+    name, equals, _ = word.partition("=")
+    marked = equals and name.removeprefix("custom.").startswith(MARK) and name.startswith("custom.")
+    return f"{name}={HIDDEN}" if marked else without_passwords(word)
+
+
+def _safe(value: object) -> object:
+    if isinstance(value, str):
+        return without_passwords(value)
+    if isinstance(value, Mapping):
+        return {name: _safe(inner) for name, inner in value.items()}
+    return [_safe(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def without_secrets(environ: Mapping[str, str], named: Collection[str | None] = ()) -> dict[str, str]:
+    """The environment for a program that needs no secrets: without variables that are in `named` or look like secrets, and without URLs
+    that contain a password (a proxy's)."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in named and not SECRET.search(name) and without_passwords(value) == value
+    }
+
+
+def without_trackers_keys(environ: Mapping[str, str], trackers: Collection[str]) -> dict[str, str]:
+    """The environment for a program that may need any secret except those of the run's trackers."""
+    return without_variables(environ, {key for name in trackers for key in TRACKERS_KEYS.get(name, ())})
+
+
+def without_variables(environ: Mapping[str, str], named: Collection[str | None]) -> dict[str, str]:
+    """The environment without these variables."""
+    return {name: value for name, value in environ.items() if name not in named}

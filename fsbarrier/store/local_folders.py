@@ -1,7 +1,10 @@
-"""Local folders that belong to one process and are removed after it, even if it is killed.
+"""Folders on this machine: those that belong to one process and are removed after it, even if it is killed, and the one of this user.
 
 The owner holds a lock on its folder, which the kernel releases when the owner dies. The next process that creates a folder in the same
 place removes the unlocked folders of the same user.
+
+Names in a temporary directory are predictable, so another user could create them first. What programs exchange is therefore placed only
+in a subfolder that is verified to belong to this user.
 """
 
 from __future__ import annotations
@@ -9,13 +12,16 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fsbarrier.store import owned
+from fsbarrier.errors import UsageError
+from fsbarrier.store import files
 from fsbarrier.store.mounts import LOCAL, mount_of
+from fsbarrier.store.trusted_folder import user_name
 
 PREFIX = "fsbarrier-own-"
 #: a base for sockets, whose paths have a length limit
@@ -33,7 +39,7 @@ def scratch_dir(base: Path, name: str) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        owned.discard(folder)
+        files.discard(folder)
         os.close(lock)
 
 
@@ -72,6 +78,23 @@ def _remove_unheld(base: Path) -> None:
                 # Root can open other users' folders too.
                 if os.fstat(lock).st_uid == os.geteuid():
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    owned.discard(folder)
+                    files.discard(folder)
             finally:
                 os.close(lock)
+
+
+def user_dir() -> Path:
+    """The folder in the temporary directory, created if necessary. Raises UsageError if it is not this user's alone, OSError."""
+    path = Path(tempfile.gettempdir()) / f"fsbarrier-{os.geteuid()}"
+    with suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+    status = path.lstat()
+    if status.st_uid != os.geteuid():
+        problem = f"belongs to {user_name(status.st_uid)}"
+    elif not stat.S_ISDIR(status.st_mode):
+        problem = "is not a folder"
+    elif status.st_mode & 0o077:
+        problem = f"is accessible to other users (mode {stat.S_IMODE(status.st_mode):o})"
+    else:
+        return path
+    raise UsageError(f"{path} {problem}; remove it, or set TMPDIR to a folder of your own")
