@@ -146,7 +146,7 @@ def sampling_of(settings: RolloutSettings | EvalSettings) -> Sampling:
 
 
 def rollout(node: Node, decision: RolloutDecision, rounds: Sequence[RolloutRound]) -> RolloutReport | None:
-    """One node's rollouts. `rounds`: the tasks of each round and how to sample them (fsbarrier/rollouts/rounds.py)."""
+    """One node's rollouts. `rounds`: the tasks of each round and how to sample them (fsbarrier/rollouts/rollout_spec.py)."""
     ctx = node.context
     if not decision.shares.get(ctx.node_rank):
         if ctx.node_rank in ctx.samplers and decision.shares.get(head_of(ctx)):

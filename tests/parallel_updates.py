@@ -24,6 +24,7 @@ from torch import Tensor
 from trainer_bench import Bench, rollouts, settings
 
 from fsbarrier.settings.sections import Settings
+from fsbarrier.training.advantages import with_token_weights
 from fsbarrier.training.batch import TrainingBatch
 from fsbarrier.training.critic import train_critic, with_values
 from fsbarrier.training.engine_check import known_logprobs
@@ -32,7 +33,6 @@ from fsbarrier.training.micro_batch import MicroBatch, plan
 from fsbarrier.training.optimizer_step import Sums, train
 from fsbarrier.training.processes import Processes
 from fsbarrier.training.slices import whole_tensor
-from fsbarrier.training.token_advantages import with_token_weights
 from fsbarrier.training.trainer import Trainer
 
 # Of the norm of the gradient that reaches the optimizer; of the change that Adam makes of it where it is clear; and of the whole change.

@@ -21,7 +21,7 @@ from waiting import until
 from fsbarrier.data.group_stats import GroupStats, metrics
 from fsbarrier.data.images import sources
 from fsbarrier.data.tasks import Task, read_tasks
-from fsbarrier.engine.tool_format import parser_of, recognised
+from fsbarrier.engine.model import parser_of, recognised
 from fsbarrier.errors import UsageError
 from fsbarrier.processes.processes import Stat, below
 from fsbarrier.rewards.kinds import check_answers

@@ -21,10 +21,9 @@ from test_rollout import SAMPLES, Fake, finish, make_spec, start
 from waiting import DEADLINE_S, until
 
 from fsbarrier.protocol.assign import split_by_weight
-from fsbarrier.rollouts import session_quota
+from fsbarrier.rollouts import environment
 from fsbarrier.rollouts.claims import Claims, EarlyEnd, Refills, remove_old
-from fsbarrier.rollouts.environment import Environment
-from fsbarrier.rollouts.session_quota import SessionQuota, divided
+from fsbarrier.rollouts.environment import Environment, SessionQuota, divided
 from fsbarrier.rundir.names import CUT
 from fsbarrier.settings.sections import EnvironmentSettings
 from fsbarrier.trajectories import load
@@ -214,7 +213,7 @@ def test_a_node_that_is_started_again_has_a_session_and_no_file_is_written_in_va
 
 def test_what_one_node_does_not_need_the_other_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four sessions, nine episodes here and three there, each of which ends when it is told."""
-    monkeypatch.setattr(session_quota, "LOOK_S", 0.01)
+    monkeypatch.setattr(environment, "LOOK_S", 0.01)
     used = [0, 0]
     ends: list[list[asyncio.Event]] = [[], []]
 

@@ -44,8 +44,8 @@ def weighed(
     """The batch of one trajectory of a prompt of one token and these, whose segments begin at these tokens."""
     import torch
 
+    from fsbarrier.training.advantages import with_token_weights
     from fsbarrier.training.batch import TrainingBatch
-    from fsbarrier.training.token_advantages import with_token_weights
 
     offsets = [0, *segments, len(mask) + 1]
     sequences = len(offsets) - 1
@@ -89,7 +89,7 @@ def test_advantages_are_verls_on_any_batch() -> None:
     """Against verl's loop over padded rows, written anew in float64: rewards and values where the mask is 0 are passed over."""
     import torch
 
-    from fsbarrier.training.token_advantages import gae
+    from fsbarrier.training.advantages import gae
 
     generator = torch.Generator().manual_seed(0)
     mask = torch.rand(20, 30, generator=generator) < 0.7

@@ -17,7 +17,7 @@ from commands import typed
 from other_user import UID, needs_root
 from waiting import DEADLINE_S, until
 
-from fsbarrier.doctor import between, examine, mount_options
+from fsbarrier.doctor import between, examine, machine
 from fsbarrier.doctor.between import ROUNDS, NodeFindings
 from fsbarrier.doctor.examine import FOLDER
 from fsbarrier.doctor.findings import Check
@@ -29,7 +29,7 @@ from fsbarrier.store.mounts import Mount, claims_unsafe
 
 
 def judged(kind: str, *options: str, source: str = "somewhere") -> list[Check]:
-    return mount_options.judge(Mount(kind, source, ("rw", *options)))
+    return machine.judge(Mount(kind, source, ("rw", *options)))
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_filesystems_have_their_class_by_their_type(monkeypatch: pytest.MonkeyPa
     }
     assert {kind: Mount(kind, "", ()).family.category for kind in kinds} == kinds
     assert judged("tmpfs")[0].level == judged("overlay")[0].level == "warning"
-    assert mount_options.judge(Mount("nfs", "s:/", ("ro",)))[0].level == "refused"
+    assert machine.judge(Mount("nfs", "s:/", ("ro",)))[0].level == "refused"
     monkeypatch.setattr(mounts, "mount_of", lambda path: Mount("fuse.s3fs", "s3fs", ()))
     assert "NFS" in claims_unsafe(Path("/x"))
 

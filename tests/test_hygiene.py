@@ -135,7 +135,7 @@ UNLINKED_BY_PATH = {
 
 
 def test_files_are_unlinked_by_their_path_only_where_that_is_argued() -> None:
-    """Anything else is removed by `store.owned`. Trees are the linter's rule (pyproject.toml)."""
+    """Anything else is removed by `store.files`. Trees are the linter's rule (pyproject.toml)."""
     used = {
         relative(path).removeprefix("fsbarrier/")
         for path in sources("fsbarrier", "phases")

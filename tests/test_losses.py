@@ -184,8 +184,8 @@ def test_the_kl_in_the_reward_of_a_token_is_that_of_the_tokens_after_it_too() ->
     sums written out in float64."""
     import torch
 
+    from fsbarrier.training.advantages import with_token_weights
     from fsbarrier.training.batch import TrainingBatch
-    from fsbarrier.training.token_advantages import with_token_weights
 
     mask = torch.tensor([0, 1, 1, 1, 0, 1, 1, 0, 1], dtype=torch.uint8)
     policy = torch.tensor([9.0, -1.0, -2.0, -0.5, 9.0, -0.3, -0.7, 9.0, -1.0])
@@ -215,7 +215,7 @@ def test_the_kl_in_the_reward_of_a_token_is_that_of_the_tokens_after_it_too() ->
 
 def test_the_coefficient_of_the_kl_follows_its_target() -> None:
     """verl's controller: target 0.1, horizon 10000, 100 trajectories an update."""
-    from fsbarrier.training.token_advantages import adapted
+    from fsbarrier.training.advantages import adapted
 
     adaptive = AlgorithmSettings(kl_in_reward=0.2, kl_target=0.1)
     for kl, error in ((5.0, 0.2), (0.11, 0.1), (0.1, 0.0), (0.09, -0.1), (0.0, -0.2), (-3.0, -0.2)):
@@ -346,7 +346,7 @@ def test_it_gets_what_it_names(file: Path) -> None:
 
 @pytest.mark.parametrize("name", ["clipped", "likelihood", "of_sequences"])
 def test_what_can_be_trained_with_passes_the_trial(file: Path, name: str) -> None:
-    from fsbarrier.training.try_loss import try_loss
+    from fsbarrier.training.own_loss import try_loss
 
     try_loss(own(file, name))
     try_loss(own(file, "far", kl_coef=0.1))
@@ -360,7 +360,7 @@ def test_a_process_without_sequences_adds_nothing_to_the_gradient(file: Path) ->
 
 @pytest.mark.parametrize("case", WRONG)
 def test_what_cannot_be_trained_with_is_one_line(tmp_path: Path, case: str) -> None:
-    from fsbarrier.training.try_loss import try_loss
+    from fsbarrier.training.own_loss import try_loss
 
     body = f"def {case}" if ":" in case else f"def {case}: return new" if "(" in case else ""
     (tmp_path / "wrong.py").write_text(f"VALUE = 1\n{body}\n")

@@ -16,7 +16,7 @@ from cluster import Cluster
 from commands import typed
 from other_user import UID, needs_root, start_as_other
 
-from fsbarrier.cli.start import demo_folder
+from fsbarrier.data import demo_tasks
 from fsbarrier.data.demo_tasks import FOLDER
 from fsbarrier.errors import UsageError
 from fsbarrier.processes.limits import SHARED_MEMORY
@@ -265,7 +265,7 @@ def test_nobody_else_may_write_on_the_way(
 def test_a_run_gets_a_copy_of_the_demo_that_is_its_own(tmp_path: Path) -> None:
     target = tmp_path / "run" / "demo"
     for _ in range(2):
-        demo_folder.make(target)
+        demo_tasks.make(target)
         files = {path.relative_to(target) for path in target.rglob("*") if path.is_file()}
         assert files == {path.relative_to(FOLDER) for path in FOLDER.rglob("*") if path.is_file()}
         assert all((target / name).read_bytes() == (FOLDER / name).read_bytes() for name in files)

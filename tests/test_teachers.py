@@ -52,8 +52,8 @@ def test_distillation_gives_the_numbers_worked_by_hand() -> None:
     """Of slime's form: the advantage t - o in a clipped loss. Outside the sampled tokens nothing counts."""
     import torch
 
+    from fsbarrier.training.advantages import with_distillation
     from fsbarrier.training.losses import Divisor, TokenValues, minibatch_loss
-    from fsbarrier.training.token_advantages import with_distillation
 
     algorithm = AlgorithmSettings(loss="distil")
     batch = with_distillation(batch_of(OLD, TEACHER), algorithm)
@@ -72,7 +72,7 @@ def test_distillation_gives_the_numbers_worked_by_hand() -> None:
 def test_it_is_added_to_what_the_reward_says() -> None:
     import torch
 
-    from fsbarrier.training.token_advantages import with_distillation
+    from fsbarrier.training.advantages import with_distillation
 
     both = AlgorithmSettings(loss="distil", distil_reward=0.5)
     apart = np.array(TEACHER) - np.array(OLD)
@@ -253,7 +253,7 @@ def certain_batch(certainty: list[list[float]], groups: list[int], rewards: list
 
 
 def weights(batch: Any, **algorithm: Any) -> list[float]:
-    from fsbarrier.training.token_advantages import with_self_certainty
+    from fsbarrier.training.advantages import with_self_certainty
 
     settings = AlgorithmSettings(**{"self_certainty": 1.0, **algorithm})
     found: list[float] = with_self_certainty(batch, settings).weights.tolist()

@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from fsbarrier.coordination.group import Group, join
-from fsbarrier.doctor import between, mount_options, probes
+from fsbarrier.doctor import between, machine, probes
 from fsbarrier.doctor.findings import REFUSED, Check, Report
 from fsbarrier.errors import BarrierTimeout, Fenced, PeerLost, TooFewNodes, UsageError
 from fsbarrier.network.listening import listen, port_of, reachable
@@ -44,7 +44,7 @@ def short(path: Path, *, write: bool = True) -> Report:
     """
     there = existing(path)
     mount = mount_of(there)
-    checks = mount_options.judge(mount)
+    checks = machine.judge(mount)
     if write and not _refused(checks):
         with _scratch(there) as scratch:
             checks += _tried(probes.exclusive_create(scratch, racers=2, rounds=16), scratch)
@@ -65,7 +65,7 @@ def _refused(checks: list[Check]) -> bool:
 
 
 def _own_checks(path: Path, mount: Mount) -> list[Check]:
-    judged = mount_options.judge(mount)
+    judged = machine.judge(mount)
     if _refused(judged):
         return judged
     with _scratch(path) as scratch:
@@ -96,7 +96,7 @@ def together(
     other or others could exchange the folder where they meet, StoreError if they cannot agree through this directory, OSError.
     """
     mount = mount_of(path)
-    if _refused(mount_options.judge(mount)):
+    if _refused(machine.judge(mount)):
         # The mount is unsuitable, whatever the other nodes find.
         return alone(path)
     with _meeting_place(path, shared_group, trust_mount) as place, _in_its_words(path, mount):

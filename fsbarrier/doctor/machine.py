@@ -1,4 +1,5 @@
-"""Checks this machine and its environment, but not the filesystem: `fsbarrier doctor --self`, and a short check at each start.
+"""Checks this machine, its environment and the types of its mounts, but tests no filesystem: `fsbarrier doctor --self`, and a short check
+at each start.
 
 `quick` takes under a second and loads nothing; `full` also compares installed packages with the lock and imports the large ones in a child.
 """
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import fsbarrier
@@ -21,6 +23,7 @@ from fsbarrier.doctor import probes
 from fsbarrier.doctor.findings import NOTE, OK, REFUSED, WARNING, Check
 from fsbarrier.processes import limits
 from fsbarrier.processes.supervisor import with_this_package
+from fsbarrier.store.mounts import BUCKET_INSTEAD, OBJECT_STORE, UNKNOWN, Mount
 from fsbarrier.wording import counted, gib
 
 IMPORTED = ("torch", "torchvision", "vllm")
@@ -39,6 +42,30 @@ for name in sys.argv[1:]:
         said = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
     print(json.dumps({"name": name, **said}), flush=True)
 """
+OUTAGES = "a server outage makes writes fail with an error"
+#: a longer attribute cache lifetime exceeds all timeouts
+LONG_S = 60
+
+#: pattern of an option -> (level, effect, advice); `age`: in seconds, harmless up to LONG_S
+RISKY = {
+    "soft|softerr": (WARNING, OUTAGES, "mount with hard"),
+    "nocto": (WARNING, "open may return stale contents", "mount without nocto"),
+    "nosharecache": (WARNING, "this node has two inconsistent caches", "mount without nosharecache"),
+    "noserverino": (WARNING, "inode numbers do not identify files", "mount with serverino"),
+    "noac": (NOTE, "no stale attributes, but every lookup costs a request", "actimeo=1 is cheaper"),
+    r"(?:actimeo|acregmax|acdirmax)=(?P<age>\d+)": (
+        WARNING,
+        "cached attributes may be {age} s old",
+        "actimeo=3",
+    ),
+    "cache=(?:loose|fscache|mmap)": (
+        WARNING,
+        "nodes may not see changes made by other nodes",
+        "mount with cache=strict",
+    ),
+    "proto=udp": (WARNING, "data can be corrupted under load", "mount with proto=tcp"),
+    "vers=2.*": (REFUSED, "version 2 has no exclusive create", "mount with vers=4.2 or vers=3"),
+}
 
 
 def quick(folder: Path) -> list[Check]:
@@ -154,3 +181,37 @@ def _imports() -> list[Check]:
             )
         )
     return checks
+
+
+def judge(mount: Mount) -> list[Check]:
+    """Check the filesystem's type and mount options."""
+    category, shown = mount.family.category, str(mount)
+    if category == OBJECT_STORE:
+        reason = f"{shown}: an object store, on which two nodes can both succeed in an exclusive create"
+        return [Check("mount", REFUSED, reason, f"no mount option makes it safe; {BUCKET_INSTEAD}")]
+    level, advice = OK, ""
+    if mount.kind in ("tmpfs", "ramfs", "overlay"):
+        what = (
+            "a container layer, lost when the container ends"
+            if mount.kind == "overlay"
+            else "memory, lost at reboot"
+        )
+        level, shown = WARNING, f"{shown}: {what}"
+        advice = "use a disk or a shared mount for runs that you want to keep"
+    elif category == UNKNOWN:
+        level, shown = NOTE, f"{shown}: unknown filesystem type; see the measurements"
+    if "ro" in mount.options:
+        return [Check("mount", REFUSED, f"{shown}, read-only", "mount with rw")]
+    return [Check("mount", level, shown, advice), *_options(mount)]
+
+
+def _options(mount: Mount) -> Iterator[Check]:
+    for option in mount.options:
+        for pattern, (level, what, advice) in RISKY.items():
+            match = re.fullmatch(pattern, option)
+            if match is None or int(match.groupdict().get("age", LONG_S + 1)) <= LONG_S:
+                continue
+            if mount.kind == "9p" and option.startswith("cache="):
+                # 9p has no cache=strict.
+                advice = "mount with cache=none"
+            yield Check("mount option", level, f"{option}: {what.format(**match.groupdict())}", advice)

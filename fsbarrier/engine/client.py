@@ -1,6 +1,8 @@
 """HTTP client of the daemon for a vLLM server: standard library only, with timeouts and cancellation.
 
 Never uses a proxy: the server is on this machine, or at `engine.url`.
+
+A user's own server (debug mode or `engine.url`) is only queried, never managed.
 """
 
 from __future__ import annotations
@@ -8,15 +10,18 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 import select
 import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from fsbarrier.engine.openai_http import UNIX, base_and_socket, bearer, refusal_text
-from fsbarrier.errors import FsbarrierError, UsageError
+from fsbarrier.errors import FsbarrierError, ProgramFailed, UsageError
+from fsbarrier.settings.sections import EngineSettings
 from fsbarrier.store.foreign_json import NotJson, parse
 
 # How quickly a call notices cancellation, or the end of the server's process.
@@ -25,6 +30,8 @@ SLICE_S = 0.1
 CONNECT_S = 10.0
 # All responses to the daemon's requests are far shorter.
 MAX_ANSWER_BYTES = 1 << 22
+# vLLM's default.
+DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 class Unreachable(FsbarrierError):
@@ -159,3 +166,31 @@ def _connected(path: str, timeout_s: float) -> socket.socket:
 def _reason(error: Exception) -> str:
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return text or type(error).__name__
+
+
+def connect(settings: EngineSettings) -> EngineClient:
+    """Raises UsageError if `engine.url` is invalid, or the key's variable is not set."""
+    name = settings.api_key_env
+    api_key = os.environ.get(name, "") if name is not None else ""
+    if name is not None and not api_key:
+        raise UsageError(f"engine.api_key_env={name}: this variable is not set on this node")
+    return EngineClient(normal_url(settings.url or DEFAULT_URL), api_key)
+
+
+def what_it_serves(
+    client: EngineClient, weights: Path, policy_version: int, cancel: threading.Event
+) -> tuple[str, str]:
+    """The served model's name, and a note if it is not the one in `weights`. Raises ProgramFailed if the server does not answer."""
+    try:
+        model = client.model(cancel=cancel)
+    except (Refused, Unreachable, CalledOff) as error:
+        raise ProgramFailed(
+            f"the external server (debug mode or engine.url) does not answer: {error}"
+        ) from None
+    root = model["root"]
+    if root and Path(root).exists() and Path(root).resolve() == weights.resolve():
+        note = ""
+    else:
+        serves = f"{client.url} serves {root or 'another model'}"
+        note = f"debug mode: {serves}, not policy version {policy_version} ({weights})"
+    return model["id"], note

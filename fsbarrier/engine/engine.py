@@ -37,8 +37,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fsbarrier.context import Span
-from fsbarrier.engine import accelerators, command, external, tool_format
-from fsbarrier.engine.model import ModelFolder, inspect
+from fsbarrier.engine import accelerators, command
+from fsbarrier.engine.client import connect, what_it_serves
+from fsbarrier.engine.model import ModelFolder, inspect, parser_of
 from fsbarrier.engine.own_head import with_own_head
 from fsbarrier.engine.placement import ANYWHERE, Placement, placed
 from fsbarrier.engine.server import LOOKS, Server
@@ -150,8 +151,8 @@ class Engine:
                 self._span = span
             if self.external:
                 assert isinstance(self.settings, EngineSettings)
-                client, pid, action = external.connect(self.settings), 0, "external"
-                name, note = external.what_it_serves(client, weights, policy_version, cancel)
+                client, pid, action = connect(self.settings), 0, "external"
+                name, note = what_it_serves(client, weights, policy_version, cancel)
             else:
                 deadline = begin + self.settings.start_timeout_s
                 model = inspect(weights)
@@ -362,7 +363,7 @@ class Engine:
             # Leave one core for the API server.
             threads=self.threads or max(1, len(os.sched_getaffinity(0)) - 1),
             served_name=self._served_name,
-            tool_parser="" if self._frozen else tool_format.parser_of(model.path, self._tool_parser),
+            tool_parser="" if self._frozen else parser_of(model.path, self._tool_parser),
         )
 
     def _short_socket(self) -> Path:

@@ -42,10 +42,9 @@ from fsbarrier.processes.signals import ending_signals_handled
 from fsbarrier.protocol.facts import Beat, Join, Payload
 from fsbarrier.protocol.membership import epitaph
 from fsbarrier.protocol.timing import JOIN_TIMEOUT_S
-from fsbarrier.run.code_digests import code_digests, one_digest
 from fsbarrier.run.context_maker import ContextMaker
 from fsbarrier.run.event_log import EventLog
-from fsbarrier.run.fingerprint import Fingerprint
+from fsbarrier.run.fingerprint import Fingerprint, code_digests, one_digest
 from fsbarrier.run.job import Workplace
 from fsbarrier.run.job_runner import JobRunner
 from fsbarrier.rundir.heartbeats import iteration_of_others

@@ -82,6 +82,7 @@ def stated_changes(
         elif kind is not EACH_START and value != recorded:
             raise UsageError(
                 f"{chosen_value.written(setting_text(value))} contradicts this run's record ({setting_text(recorded)}, from "
-                f"{record.origin}), and it is fixed for the life of a run; drop {'the flag' if chosen_value.is_flag else 'it'} or use another --log-path"
+                f"{record.origin}), and it is fixed for the life of a run; drop {'the flag' if chosen_value.is_flag else 'it'} "
+                "or use another --log-path"
             )
     return changes

@@ -179,7 +179,7 @@ class TrainingBatch:
     """A batch as the update reads it; the fields are the file's, and both are described above.
 
     `old`, `reference`: like `logprobs`, but the trainer's own before the first step, and the reference policy's; `certainty`: the
-    self-certainty of each token; `token_weights`: a weight for each token in place of its sequence's (token_advantages.py); `values`,
+    self-certainty of each token; `token_weights`: a weight for each token in place of its sequence's (advantages.py); `values`,
     `returns`: the critic's values before the first step, and its targets. None: not computed. `vision`: makes the
     model's image inputs; None if it takes no images.
     """

@@ -39,8 +39,8 @@ from fsbarrier.training import safetensors_file
 from fsbarrier.training.beside_weights import ADAPTER, write_beside, write_bytes
 from fsbarrier.training.lora import Adapters
 from fsbarrier.training.processes import gather_json
+from fsbarrier.training.safetensors_file import StoredPart, StoredTensor
 from fsbarrier.training.slices import Partitioned, Shares, parts_to_write, whole_tensor
-from fsbarrier.training.stored_tensors import StoredPart, StoredTensor
 from fsbarrier.training.trainer_state import CRITIC, LAYOUT, StateLayout, TrainerState
 from fsbarrier.training.weights_copy import WeightsCopy
 

@@ -29,9 +29,9 @@ from fsbarrier.training import policy, trainer_state
 from fsbarrier.training.optimizer import make_optimizer, set_learning_rate
 from fsbarrier.training.policy_model import PolicyModel
 from fsbarrier.training.processes import Processes
+from fsbarrier.training.safetensors_file import StoredTensors
 from fsbarrier.training.sharding import Layout
 from fsbarrier.training.slices import Partitioned, distinct
-from fsbarrier.training.stored_tensors import StoredTensors
 from fsbarrier.training.trainer_state import WEIGHT, StateLayout, TrainerState
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.rundir import checkpoints
+from fsbarrier.training.safetensors_file import StoredTensor, StoredTensors
 from fsbarrier.training.slices import Partitioned
-from fsbarrier.training.stored_tensors import StoredTensor, StoredTensors
 
 LAYOUT = "layout.json"
 # The folder in a policy version with the critic's own `model` and `trainer`.

@@ -5,15 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 
+from fsbarrier.program import PHASE_NAMES, RL_SLICES
 from fsbarrier.protocol.succession import RENEWED
 from fsbarrier.rundir.journal import Event, lost_nodes
-from fsbarrier.view.phase_names import LONG
 from fsbarrier.wording import amount, clock_time, counted, duration, one_line, printable, setting_text
 
 #: Phases shorter than this many seconds get no line when they finish.
 WORTH_S = 1.0
 #: Prefix of the reason of a generation that retries a failed program; the rest describes the failure.
 AGAIN = "again: "
+COUNT = len(PHASE_NAMES)
+
+#: the phase whose heartbeats contain the training reward so far
+TRAIN_ROLLOUT = "train_rollout"
+
+#: long phases, whose start is reported too
+LONG = frozenset({TRAIN_ROLLOUT, "eval_rollout", "update"})
 
 
 def event_text(event: Event) -> str | None:
@@ -188,3 +195,19 @@ WORDING: dict[str, str | Callable[[Event], str]] = {
     "iteration_finished": "iteration {iteration} is done",
     "node_ended": _ended,
 }
+
+
+def phase_name(index: int) -> str:
+    """The name of a phase; "" for an unknown number."""
+    return PHASE_NAMES[index] if index < COUNT else ""
+
+
+def last_phase(rl_phase: str, seen: Mapping[int, str]) -> int | None:
+    """The last phase of an iteration with this --rl-phase. `seen`: the phases in the run's journals.
+
+    None for a program whose phases the views do not know.
+    """
+    if any(name != phase_name(index) for index, name in seen.items()):
+        return None
+    names = (part.last for part in RL_SLICES if part.name == rl_phase)
+    return PHASE_NAMES.index(next(names, PHASE_NAMES[-1]))

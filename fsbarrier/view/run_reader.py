@@ -23,8 +23,8 @@ from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import LenientStore
 from fsbarrier.rundir.session_settings import in_force
 from fsbarrier.settings.sections import Settings
+from fsbarrier.view.event_wording import last_phase, phase_name
 from fsbarrier.view.history import MAX_EVENTS, RunHistory
-from fsbarrier.view.phase_names import last_phase, phase_name
 from fsbarrier.view.timings import IterationTime, RowTime, Span, SpanReader, iteration_times, row_times
 
 #: A longer gap between two polls does not count as silence of the nodes, because this process was not watching.

@@ -15,9 +15,9 @@ from fsbarrier.errors import EXIT_SIGINT, EXIT_SIGTERM
 from fsbarrier.protocol.membership import GONE, UNWRITABLE
 from fsbarrier.rundir.logs import log_folders
 from fsbarrier.rundir.names import MERGED
+from fsbarrier.view.event_wording import TRAIN_ROLLOUT
 from fsbarrier.view.history import Rewards
 from fsbarrier.view.node_status import ALIVE, WATCHED_BEATS, NodeStatus, PhaseAt, beat_s, node_status
-from fsbarrier.view.phase_names import TRAIN_ROLLOUT
 from fsbarrier.view.run_reader import RunReader
 from fsbarrier.view.timings import IterationTime, goodput, together
 from fsbarrier.wording import duration, one_line, ranks

@@ -5,15 +5,18 @@ Each text is one line, truncated at the given width, without control characters.
 
 from __future__ import annotations
 
+import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import PurePath
 
 from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from fsbarrier.rundir.journal import Event
-from fsbarrier.view import phase_names
+from fsbarrier.view import event_wording
 from fsbarrier.view.event_wording import event_text
 from fsbarrier.view.history import Rewards
 from fsbarrier.view.run_status import RunStatus
@@ -63,6 +66,8 @@ FIGURES = (
     ("entropy", "entropy {}"),
     ("answer_tokens_mean", "{} tokens an answer"),
 )
+#: width for a pipe, so that names are not shortened
+PIPE_WIDTH = 400
 
 
 def line(*parts: str | tuple[str, str] | Text) -> Text:
@@ -131,7 +136,7 @@ def _place(status: RunStatus) -> tuple[Text, Text]:
         (f"{index} {one_line(status.phase.name)} ", "bold"),
         ("━" * index, "green"),
         ("●", "bold green"),
-        ("─" * (phase_names.COUNT - 1 - index), "dim"),
+        ("─" * (event_wording.COUNT - 1 - index), "dim"),
     )
     leader = f", leader {status.leader}" if status.leader is not None else ""
     return left, line((f"generation {status.generation}{leader}", "dim"))
@@ -230,3 +235,23 @@ def file_lines(status: RunStatus) -> list[Text]:
 
 def file_line(name: str, path: str) -> Text:
     return line((f"{name:<19}", "dim"), one_line(path))
+
+
+def print_listing(
+    names: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    *,
+    right: Collection[str],
+    shortened: str,
+    styles: Mapping[str, str],
+) -> None:
+    """Print `rows` under `names`. `right`: right-aligned columns; `shortened`: the column to shorten on a narrow terminal;
+    `styles`: cell text -> style."""
+    texts = [[one_line(str(cell)) for cell in row] for row in rows]
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_edge=False)
+    for name in names:
+        # rich narrows only columns whose text may wrap.
+        table.add_column(name, justify="right" if name in right else "left", no_wrap=name != shortened)
+    for row in texts:
+        table.add_row(*(Text(cell, styles.get(cell, ""), no_wrap=True, overflow="ellipsis") for cell in row))
+    Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False).print(table)

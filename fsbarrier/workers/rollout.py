@@ -19,6 +19,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import islice
 
+from fsbarrier.data.rank_file_writer import SharedFlush
 from fsbarrier.data.tasks import Task
 from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.errors import FsbarrierError, ProgramFailed
@@ -29,13 +30,10 @@ from fsbarrier.rollouts.claims import PAUSES, EarlyEnd, Refills
 from fsbarrier.rollouts.counts import Counts, CountsProgress
 from fsbarrier.rollouts.engine_pool import EnginePool, Reservation, servers_of
 from fsbarrier.rollouts.environment import environments_of
-from fsbarrier.rollouts.group_trajectories import failed_group, judged_group
+from fsbarrier.rollouts.group_trajectories import Teacher, failed_group, judged_group
 from fsbarrier.rollouts.pictures import Pictures, placeholders
-from fsbarrier.rollouts.rollout_spec import RolloutOutcome, RolloutSpec
-from fsbarrier.rollouts.rounds import read_rounds
+from fsbarrier.rollouts.rollout_spec import RolloutOutcome, RolloutSpec, read_rounds
 from fsbarrier.rollouts.samples import SampledGroup
-from fsbarrier.rollouts.shared_flush import SharedFlush
-from fsbarrier.rollouts.teacher import Teacher
 from fsbarrier.settings.sections import Settings
 from fsbarrier.settings.value_types import TEACHER
 from fsbarrier.store import files

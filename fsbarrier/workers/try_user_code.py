@@ -33,7 +33,7 @@ def main() -> int:
             load_agent(settings.rollout.agent)
         if settings.algorithm.built_in_loss is None:
             # Imported late: only a loss needs torch.
-            from fsbarrier.training.try_loss import try_loss
+            from fsbarrier.training.own_loss import try_loss
 
             try_loss(settings.algorithm)
     except (UsageError, ProgramFailed) as error:

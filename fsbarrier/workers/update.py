@@ -27,6 +27,13 @@ from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import Settings
 from fsbarrier.specs import UpdateReport, UpdateSpec
 from fsbarrier.store import files
+from fsbarrier.training.advantages import (
+    adapted,
+    teacher_log_ratio,
+    with_distillation,
+    with_self_certainty,
+    with_token_weights,
+)
 from fsbarrier.training.batch import TrainingBatch
 from fsbarrier.training.checkpoint_write import NodeCopy
 from fsbarrier.training.critic import train_critic, with_values
@@ -35,13 +42,6 @@ from fsbarrier.training.log_prob_pass import held_out_loss, with_old, with_refer
 from fsbarrier.training.optimizer_step import Sums, train
 from fsbarrier.training.processes import Processes, gather_json
 from fsbarrier.training.resume import Beginning, KeptTrainer, load_start, reuse_kept
-from fsbarrier.training.token_advantages import (
-    adapted,
-    teacher_log_ratio,
-    with_distillation,
-    with_self_certainty,
-    with_token_weights,
-)
 from fsbarrier.training.trainer import Trainer
 from fsbarrier.training.vision_inputs import VisionInputs
 from fsbarrier.training.weights_copy import WeightsCopy

@@ -32,7 +32,6 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from fsbarrier.cli.start import demo_folder
 from fsbarrier.data import demo_tasks
 from fsbarrier.engine.engine import Engine
 from fsbarrier.engine.openai_http import base_and_socket, bearer
@@ -69,7 +68,7 @@ def main() -> int:
 
 
 def measure(folder: Path, args: argparse.Namespace) -> None:
-    demo_folder.make(folder / "demo")
+    demo_tasks.make(folder / "demo")
     chosen = {
         **{key: value for key, value in demo_tasks.DEMO_SETTINGS.items() if key != "iterations"},
         "rollout.max_tokens": args.max_tokens,

@@ -25,7 +25,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from fsbarrier.cli.start import demo_folder
 from fsbarrier.data import demo_tasks
 from fsbarrier.engine import command
 from fsbarrier.engine.client import EngineClient, Refused, Unreachable
@@ -51,7 +50,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="the figures as JSON")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-start-") as name:
-        demo_folder.make(Path(name) / "demo")
+        demo_tasks.make(Path(name) / "demo")
         bare, node, steps = [], [], []
         for number in range(args.rounds):
             place = Path(name) / str(number)

@@ -72,10 +72,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _described(tasks: Sequence[Task], folder: Path, settings: Settings) -> Iterator[str]:
-    from fsbarrier.cli.start import chat_template, prompt_lengths
+    from fsbarrier.cli.start import chat_template, task_files
 
     arguments, limit = settings.rollout.template_arguments, settings.engine.max_model_len
-    counter = prompt_lengths.counter(folder, arguments)
+    counter = task_files.counter(folder, arguments)
     if counter is None:
         yield "  prompts: not counted, as the model has no tokenizer.json that this environment reads"
     else:

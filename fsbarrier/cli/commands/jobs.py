@@ -73,7 +73,7 @@ def _list(pool: Pool, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(rows, indent=2))
         return 0
-    from fsbarrier.view.listing import print_listing
+    from fsbarrier.view.terminal_lines import print_listing
 
     names = ("job", "name", "state", "priority", "nodes", "iteration", "run directory", "submitted")
     cells = [

@@ -74,8 +74,7 @@ def _newest(values: list[float | None]) -> float | None:
 
 
 def _print(runs: list[JsonObject]) -> None:
-    from fsbarrier.view.listing import print_listing
-    from fsbarrier.view.terminal_lines import STATE_STYLE
+    from fsbarrier.view.terminal_lines import STATE_STYLE, print_listing
 
     names = ("run", "state", "iteration", "nodes", "train", "held-out", "last activity")
     rows = []

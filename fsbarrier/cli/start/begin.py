@@ -11,14 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from fsbarrier.cli.start import (
-    demo_folder,
-    model_folder,
-    policy_export,
-    preflight,
-    ranks,
-    task_files,
-)
+from fsbarrier.cli.start import model_folder, policy_export, preflight, ranks, task_files
 from fsbarrier.cli.start.node_checks import check_node, check_used, exposed
 from fsbarrier.cli.start.policy_export import VersionToExport
 from fsbarrier.data import demo_tasks
@@ -241,7 +234,7 @@ def _create(asked: _Asked, rank: ranks.Choice | None) -> Start:
         return Start(record, settings, 0, settings.iterations, created=False)
     if is_demo:
         # Create the record last, so that a failed start leaves nothing behind.
-        demo_folder.make(demo)
+        demo_tasks.make(demo)
     published = runrecord.publish(record)
     if published.run_id != record.run_id:
         # Another process created the record first.

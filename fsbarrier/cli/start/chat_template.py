@@ -14,8 +14,7 @@ from fsbarrier.data import images
 from fsbarrier.data.images import Message
 from fsbarrier.data.messages import for_template
 from fsbarrier.data.tasks import place
-from fsbarrier.engine.model import placeholder_ids
-from fsbarrier.engine.tool_format import object_in, template_of
+from fsbarrier.engine.model import object_in, placeholder_ids, template_of
 from fsbarrier.errors import UsageError, first_line
 
 if TYPE_CHECKING:

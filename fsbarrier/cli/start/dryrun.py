@@ -15,7 +15,8 @@ from typing import Self, TypeVar
 from fsbarrier.cli.start.node_checks import only_shows_runs
 from fsbarrier.context import Context
 from fsbarrier.decisions import JsonRecord, PublishDecision
-from fsbarrier.engine import accelerators, command, model, tool_format
+from fsbarrier.engine import accelerators, command, model
+from fsbarrier.engine.model import parser_of, recognised
 from fsbarrier.engine.placement import replicas
 from fsbarrier.errors import FsbarrierError, UsageError
 from fsbarrier.loader import load_program
@@ -81,8 +82,8 @@ class DescribingNode(Node):
         elif not folder.is_dir():
             self.lines.append("engine: start vLLM on the model, once the run has created it")
         else:
-            wanted, known = settings.rollout.tool_parser, tool_format.recognised(folder)
-            parser = tool_format.parser_of(folder, wanted or known)
+            wanted, known = settings.rollout.tool_parser, recognised(folder)
+            parser = parser_of(folder, wanted or known)
             if settings.rollout.agent:
                 how = (
                     "rollout.tool_parser"

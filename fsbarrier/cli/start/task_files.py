@@ -1,14 +1,18 @@
-"""Finds the task files of a run and validates every line."""
+"""Finds the task files of a run and validates every line.
+
+Also checks that each prompt leaves room for an answer in `engine.max_model_len`, in the model's own tokens.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from fsbarrier.cli.start import chat_template, prompt_lengths
+from fsbarrier.cli.start import chat_template
 from fsbarrier.data import images
 from fsbarrier.engine.model import sees
 from fsbarrier.errors import UsageError
@@ -19,7 +23,14 @@ from fsbarrier.store import files, reading
 
 if TYPE_CHECKING:
     from fsbarrier.data.tasks import Task
+
+if TYPE_CHECKING:
+    from fsbarrier.data.tasks import Task
     from fsbarrier.settings.sections import Settings
+#: more bytes than a chat template usually adds to a conversation, and to each of its messages
+TEMPLATE_BYTES, MESSAGE_BYTES = 4096, 512
+
+CountTokens = Callable[["Task"], int]
 
 
 def needed_files(settings: Settings) -> dict[str, str | None]:
@@ -79,7 +90,7 @@ def read_tasks(
             # An agent makes its own prompts, and a server of the user's has its own limit.
             if settings.rollout.agent is None and settings.engine.url is None:
                 limit = settings.engine.max_model_len
-                prompt_lengths.check(model, read.tasks.values(), path, arguments, limit)
+                check(model, read.tasks.values(), path, arguments, limit)
         where = (
             settings.train.sets[split.removeprefix(TRAIN_SET)].where if split.startswith(TRAIN_SET) else None
         )
@@ -216,3 +227,61 @@ def _task_file(data_path: Path, split: str) -> Path:
     if not os.access(there[0], os.R_OK):
         raise UsageError(f"{there[0]}: no read permission")
     return there[0]
+
+
+def check(
+    folder: Path, tasks: Iterable[Task], path: Path, arguments: Mapping[str, object], limit: int
+) -> None:
+    """Raises UsageError naming the first task whose prompt fills the context of `limit` tokens. `arguments`: the template's."""
+    from fsbarrier.data.tasks import place
+
+    counted: CountTokens | None = None
+    for task in tasks:
+        # No token is shorter than a byte, so most prompts need not be counted.
+        if _most_bytes(task) < limit:
+            continue
+        counted = counted or counter(folder, arguments)
+        if counted is None:
+            return
+        tokens = counted(task)
+        if tokens >= limit:
+            raise UsageError(
+                f"{place(path, task.index)}: the prompt has {tokens:,} tokens, and engine.max_model_len={limit} has to hold the answer "
+                "too; give a greater engine.max_model_len, or take the task out"
+            )
+
+
+def counter(folder: Path, arguments: Mapping[str, object]) -> CountTokens | None:
+    """The function that counts the tokens of a task's prompt as the engine will, without those of images. None: the model has no
+    `tokenizer.json`, or this environment cannot read it."""
+    if not (folder / "tokenizer.json").is_file() or importlib.util.find_spec("tokenizers") is None:
+        return None
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer: Any = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    # The library raises nothing more exact. The engine says what is wrong with the file.
+    except Exception:
+        return None
+    tokenizer.no_truncation()
+    render: Callable[..., str] | None = None
+
+    def count(task: Task) -> int:
+        nonlocal render
+        if isinstance(task.prompt, str):
+            return len(tokenizer.encode(task.prompt).ids)
+        render = render or chat_template.renderer(folder, "the prompt")
+        if render is None:
+            return 0
+        text = chat_template.rendered(render, task, arguments)
+        return len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    return count
+
+
+def _most_bytes(task: Task) -> int:
+    """At least as many as the prompt that the engine gets."""
+    if isinstance(task.prompt, str):
+        return len(task.prompt.encode()) + 8
+    said = sum(len(images.text_of(one["content"]).encode()) + MESSAGE_BYTES for one in task.messages)
+    return said + len(json.dumps(task.tools)) + TEMPLATE_BYTES
