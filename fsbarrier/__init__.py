@@ -36,7 +36,7 @@ _HOMES = {
 
 # The daemon that started this program may ask it for its stacks.
 if "FSBARRIER_STACKS" in os.environ:
-    from fsbarrier.processes.stacks import register
+    from fsbarrier.processes.signals import register
 
     register()
 

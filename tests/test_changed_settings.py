@@ -20,9 +20,9 @@ from fsbarrier.errors import Fenced, UsageError
 from fsbarrier.loader import load_program
 from fsbarrier.protocol.facts import Generation, Join, Member, Payload, Position
 from fsbarrier.protocol.state import Announce, Node, Propose
-from fsbarrier.run.context_maker import ContextMaker
 from fsbarrier.run.fingerprint import code_digests, one_digest
 from fsbarrier.run.job import Workplace
+from fsbarrier.run.job_runner import ContextMaker
 from fsbarrier.rundir.names import SPLITS
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore

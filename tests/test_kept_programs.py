@@ -26,8 +26,8 @@ from fsbarrier.loader import load_program
 from fsbarrier.processes import processes
 from fsbarrier.protocol.facts import Generation, Join, Member, Position
 from fsbarrier.protocol.state import Node
-from fsbarrier.run.context_maker import ContextMaker
 from fsbarrier.run.job import RowJob, Workplace
+from fsbarrier.run.job_runner import ContextMaker
 from fsbarrier.run.worker_program import ProgramRun
 from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.paths import RunPaths

@@ -21,13 +21,13 @@ from other_user import needs_root, start_as_other
 from waiting import until
 
 from fsbarrier.cli.start import node_checks
+from fsbarrier.cli.start.node_checks import private_network_problem
 from fsbarrier.context import Span
 from fsbarrier.engine import span as spans
 from fsbarrier.engine.frozen import FrozenEngine
 from fsbarrier.engine.span import Door
 from fsbarrier.network import listening
 from fsbarrier.network.listening import LOOPBACK, listen
-from fsbarrier.processes.private_network import why_not
 from fsbarrier.processes.supervisor import Child
 from fsbarrier.rollouts.environment import Environment
 from fsbarrier.settings.resolve import resolve
@@ -275,7 +275,7 @@ except ConnectionRefusedError:
 @needs_root
 def test_other_users_reach_no_program_with_a_network_of_its_own(tmp_path: Path) -> None:
     """gloo asks nobody who connects, and vLLM's workers unpickle what it brings."""
-    if why := why_not():
+    if why := private_network_problem():
         pytest.skip(f"this machine gives programs no network of their own: {why}")
     for private, expected in ((False, "let in\n"), (True, "refused\n")):
         told = tmp_path / f"port-{private}"
@@ -295,7 +295,7 @@ def test_a_start_says_once_that_others_can_run_code_where_they_can(monkeypatch: 
     settings = resolve([], {"engine.tensor_parallel_size": 2, "model": "m"}, cross_checks=False)
     off = {"engine.tensor_parallel_size": 2, "engine.private_network": False, "model": "m"}
     monkeypatch.setattr(node_checks, "others_may_be_here", lambda: True)
-    monkeypatch.setattr(node_checks, "why_not", lambda: "Operation not permitted")
+    monkeypatch.setattr(node_checks, "private_network_problem", lambda: "Operation not permitted")
     said = node_checks.exposed(settings)
     assert "other users of this host can run code in this run" in said and "(Operation not permitted)" in said
     assert node_checks.exposed(resolve([], off, cross_checks=False)) == ""

@@ -24,10 +24,16 @@ from core_builders import (
 )
 
 from fsbarrier.protocol.facts import Position
-from fsbarrier.protocol.lost import found_by_others, last_news, last_place, lost_as_fields, lost_as_text
 from fsbarrier.protocol.machine import step
 from fsbarrier.protocol.membership import Ledger, Loss
-from fsbarrier.protocol.situation import Situation
+from fsbarrier.protocol.situation import (
+    Situation,
+    found_by_others,
+    last_news,
+    last_place,
+    lost_as_fields,
+    lost_as_text,
+)
 from fsbarrier.protocol.state import Node
 
 

@@ -18,9 +18,9 @@ from cluster import REPO, leftovers
 from commands import typed
 from waiting import until
 
-from fsbarrier.cli.pool import directory
-from fsbarrier.cli.pool.directory import RECORD, Pool, existing
-from fsbarrier.cli.pool.queue import (
+from fsbarrier.pool import directory
+from fsbarrier.pool.directory import RECORD, Pool, existing
+from fsbarrier.pool.queue import (
     Ended,
     Job,
     Joined,

@@ -21,8 +21,8 @@ from fsbarrier.coordination.poll_intervals import size_factor
 from fsbarrier.coordination.polling import FIRST_PAUSE_S, POLL_MAX_S, LookWaits, Pace
 from fsbarrier.coordination.run_rules import poll_intervals
 from fsbarrier.protocol.facts import Beat, Fact, Join, Position, Pulse, R, Record
+from fsbarrier.protocol.membership import BEAT_S, DEAD_S
 from fsbarrier.protocol.state import RowPart, Rules
-from fsbarrier.protocol.timing import BEAT_S, DEAD_S
 from fsbarrier.rundir.names import fact_name
 from fsbarrier.rundir.record_store import Store
 from fsbarrier.settings.resolve import resolve

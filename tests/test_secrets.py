@@ -18,8 +18,8 @@ from commands import typed
 from fake_run import FakeRun
 from other_user import attacked, needs_root, opened_by
 
-from fsbarrier.cli.pool.directory import Pool
 from fsbarrier.engine.engine import Engine
+from fsbarrier.pool.directory import Pool
 from fsbarrier.processes.supervisor import Child, StartFailed
 from fsbarrier.run.worker_program import _environment
 from fsbarrier.rundir import runrecord

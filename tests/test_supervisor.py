@@ -21,7 +21,7 @@ from fsbarrier.errors import ProgramFailed, StoreError
 from fsbarrier.network.listening import LISTENING, listen, port_of
 from fsbarrier.network.this_host import candidate_addresses
 from fsbarrier.processes import processes
-from fsbarrier.processes.stacks import write_stacks
+from fsbarrier.processes.signals import write_stacks
 from fsbarrier.processes.supervisor import Child, StartFailed, own_program, with_this_package
 
 Start = Callable[..., Child]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from fsbarrier.protocol.membership import DEAD_S, OUTAGE_S
 from fsbarrier.protocol.state import Node, Stage
-from fsbarrier.protocol.timing import DEAD_S, OUTAGE_S
 
 DICE = random.Random()
 AT_ONCE = float("-inf")

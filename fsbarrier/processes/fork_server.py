@@ -32,7 +32,7 @@ import msgspec
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.processes import failure_reason
 from fsbarrier.processes.guard import ENDING, PR_SET_CHILD_SUBREAPER, Guard, become_main, prctl
-from fsbarrier.processes.stacks import SIGNAL
+from fsbarrier.processes.signals import SIGNAL
 
 # Longest message between our program and a job, and longest report of the server.
 MAX_MESSAGE, MAX_REPORT = 64 << 20, 16 << 10

@@ -29,7 +29,7 @@ from typing import Self
 
 import fsbarrier
 from fsbarrier.errors import ProgramFailed, StoreError
-from fsbarrier.processes import guard, orphans, processes, stacks
+from fsbarrier.processes import guard, orphans, processes, signals
 from fsbarrier.rundir import logs
 from fsbarrier.store import files
 from fsbarrier.store.retry import HIDDEN_S, fails_or_hides, patiently
@@ -270,7 +270,7 @@ def with_this_package(environ: Mapping[str, str]) -> dict[str, str]:
     package = Path(fsbarrier.__file__).resolve().parents[1]
     search_path = (str(package), *environ.get("PYTHONPATH", "").split(os.pathsep))
     joined = os.pathsep.join(dict.fromkeys(folder for folder in search_path if folder))
-    return {**environ, "PYTHONPATH": joined, "PYTHONUNBUFFERED": "1", stacks.ASKED: "1"}
+    return {**environ, "PYTHONPATH": joined, "PYTHONUNBUFFERED": "1", signals.ASKED: "1"}
 
 
 def _open_log(path: Path, name: str, argv: Sequence[str]) -> tuple[int, int]:

@@ -28,10 +28,9 @@ from dataclasses import replace
 from fsbarrier.errors import EXIT_DONE, Fenced, ProgramFailed, TooFewNodes, UsageError
 from fsbarrier.protocol.attempts import after_a_failure, failures_so_far, pause_s
 from fsbarrier.protocol.facts import Fact, Generation, Member, Position, Verdict
-from fsbarrier.protocol.lost import found_by_others, last_news, lost_as_fields, lost_as_text
 from fsbarrier.protocol.membership import FINISHED, GONE, silent_members
 from fsbarrier.protocol.rows import Row
-from fsbarrier.protocol.situation import Situation
+from fsbarrier.protocol.situation import Situation, found_by_others, last_news, lost_as_fields, lost_as_text
 from fsbarrier.protocol.state import (
     Action,
     Announce,

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from fsbarrier.protocol.facts import Beat, Generation, Join, Member, Pulse
-from fsbarrier.protocol.timing import DEAD_S, JOIN_TIMEOUT_S, REJOIN_TIMEOUT_S, STAGGER_S, SUSPECT_S
 
 #: the state in the heartbeat of a node that waits to join
 JOINING = "joining"
@@ -28,6 +27,20 @@ GONE = frozenset({"left", KILLED, FINISHED, "stopped", "broken"})
 #: The states after which the peers need a new generation at once. In the other end states a node has published everything that its
 #: peers wait for, and they have `dead_s` to find it.
 DESERTED = frozenset({"left", KILLED})
+#: the time between two heartbeats of a node
+BEAT_S = 2.0
+#: silence after which the journal calls a node suspected
+SUSPECT_S = 6.0
+#: silence after which a node counts as lost. The longest silence of a living node that was seen on NFS and sshfs is 4.4 s.
+DEAD_S = 10.0
+#: how long a node waits, for each living node of a lower rank, before it proposes a generation itself
+STAGGER_S = 2 * BEAT_S
+#: how long a start waits for missing nodes
+JOIN_TIMEOUT_S = 1800.0
+#: how long the others wait for a lost node without which they may not go on
+REJOIN_TIMEOUT_S = 1800.0
+#: how long a node retries while its filesystem fails; a run derives it from `dead_s` (CoordinationSettings.outage_s)
+OUTAGE_S = 120.0
 
 
 def epitaph(beat: Beat) -> Pulse:

@@ -40,13 +40,11 @@ from fsbarrier.network.this_host import boot_id, candidate_addresses, host_name,
 from fsbarrier.processes.death_notice import Epitaph
 from fsbarrier.processes.signals import ending_signals_handled
 from fsbarrier.protocol.facts import Beat, Join, Payload
-from fsbarrier.protocol.membership import epitaph
-from fsbarrier.protocol.timing import JOIN_TIMEOUT_S
-from fsbarrier.run.context_maker import ContextMaker
+from fsbarrier.protocol.membership import JOIN_TIMEOUT_S, epitaph
 from fsbarrier.run.event_log import EventLog
 from fsbarrier.run.fingerprint import Fingerprint, code_digests, one_digest
 from fsbarrier.run.job import Workplace
-from fsbarrier.run.job_runner import JobRunner
+from fsbarrier.run.job_runner import ContextMaker, JobRunner
 from fsbarrier.rundir.heartbeats import iteration_of_others
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.rundir.runrecord import RunRecord

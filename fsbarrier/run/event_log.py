@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fsbarrier.coordination.loop import place
-from fsbarrier.processes.stacks import register_daemon
+from fsbarrier.processes.signals import register_daemon
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.protocol.state import Node, Rules
 from fsbarrier.run.notifier import Notifier

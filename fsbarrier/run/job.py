@@ -20,7 +20,7 @@ from fsbarrier.processes.kept_program import KeptProgram
 from fsbarrier.processes.supervisor import Child
 from fsbarrier.processes.worker_contract import read_progress
 from fsbarrier.protocol.facts import JsonObject, Payload
-from fsbarrier.protocol.timing import OUTAGE_S
+from fsbarrier.protocol.membership import OUTAGE_S
 from fsbarrier.rundir.checkpoints import PolicyUnreadable
 from fsbarrier.rundir.journal import TIMES, number
 from fsbarrier.rundir.names import PART

@@ -25,13 +25,15 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 from fsbarrier.context import Context
+from fsbarrier.coordination.observer import Observer
 from fsbarrier.errors import FsbarrierError, NodesRefused, ProgramFailed, StoreError, TooFewNodes
 from fsbarrier.processes.failure_reason import only_noticed
 from fsbarrier.processes.worker_contract import MAX_NESTING, MAX_RESULT_BYTES, nesting
-from fsbarrier.program import value_of
+from fsbarrier.program import Program, value_of
 from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.protocol.state import Node, RowPart, WorkReport
 from fsbarrier.protocol.succession import STARTS
@@ -39,6 +41,8 @@ from fsbarrier.run.admission import problems
 from fsbarrier.run.job import Cancelled, InBackground, NodeUnfit, RowJob, Workplace
 from fsbarrier.run.working_node import WorkingNode
 from fsbarrier.rundir.logs import SHOWN_LINES
+from fsbarrier.rundir.runrecord import RunRecord
+from fsbarrier.rundir.session_settings import in_force
 
 T = TypeVar("T")
 
@@ -218,3 +222,43 @@ def failure(message: str, code: int = ProgramFailed.exit_code) -> JsonObject:
     if only_noticed(first):
         value["noticed"] = True
     return value if code == ProgramFailed.exit_code else {**value, "exit_code": code}
+
+
+@dataclass(frozen=True, slots=True)
+class ContextMaker:
+    """Called with a node that is about to work, in the work's thread, where a slow disk does not hold up the loop. Raises OSError."""
+
+    record: RunRecord
+    program: Program
+    observer: Observer
+    workplace: Workplace
+
+    def __call__(self, node: Node) -> Context:
+        host, (generation, position) = self.workplace.host, node.place
+        # Use the generation's last iteration, not the one given when the run was made: a later session may go further.
+        choices = {**generation.choices, "iterations": generation.until}
+        settings = replace(in_force(self.record.settings, generation.settings), **choices)
+        return Context(
+            run_id=self.record.run_id,
+            paths=self.record.paths,
+            settings=settings,
+            tasks=self.record.tasks,
+            model=Path(self.record.model) if self.record.model else None,
+            node_rank=node.rank,
+            incarnation=node.incarnation,
+            members=generation.members,
+            leader=generation.leader,
+            generation=generation.number,
+            iteration=position.iteration,
+            attempt=generation.attempt,
+            phase=self.program.row(position, generation.until, settings.rl_phase),
+            decisions=node.decisions,
+            joins=self.observer.registry.joins_of(generation),
+            reports=partial(self.observer.row.reports, node),
+            newest=self.observer.registry.newest_number,
+            parts_of=partial(host.parts_on_disk, self.record.paths),
+            claims_unsafe=partial(host.claims_unsafe, self.record.log_path),
+            accelerators=len(self.workplace.devices),
+            cpus=host.cpus(),
+            kept=self.workplace.resident_name(generation.era),
+        )

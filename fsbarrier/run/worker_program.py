@@ -14,7 +14,7 @@ from fsbarrier.network.listening import LISTENING
 from fsbarrier.node import Weights
 from fsbarrier.processes import failure_reason
 from fsbarrier.processes.kept_program import KeptProgram
-from fsbarrier.processes.stacks import write_stacks
+from fsbarrier.processes.signals import write_stacks
 from fsbarrier.processes.supervisor import Child, own_program, with_this_package
 from fsbarrier.processes.worker_contract import NOT_PERMITTED, WorkerFiles, read_result
 from fsbarrier.protocol.facts import JsonObject, Payload

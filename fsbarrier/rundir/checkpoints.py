@@ -30,6 +30,8 @@ from fsbarrier.store.retry import FAILING, patiently
 MANIFEST = "MANIFEST.json"
 # How many files of a policy version one node reads concurrently.
 READERS = 8
+# The subfolder of a model folder with the adapters that are merged into its weights.
+ADAPTER = "adapter"
 
 
 class PolicyUnreadable(ProgramFailed):

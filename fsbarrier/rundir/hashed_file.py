@@ -54,6 +54,13 @@ class HashedFile:
             os.close(self._fd)
 
 
+def write_hashed(path: Path, data: bytes) -> FileDigest:
+    """Write a new file; returns its digest. Raises OSError."""
+    with HashedFile(path) as file:
+        file.write(data)
+    return file.digest
+
+
 def copy_hashed(source: Path, target: Path, root: Path | None = None) -> FileDigest:
     """Copy a file to a new name; returns its digest. `root`: no link is followed below it. Raises OSError."""
     fd = reading.open_plain(source, links=True) if root is None else reading.open_below(root, source)

@@ -13,7 +13,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from typing import Any, Literal, get_type_hints
 
-from fsbarrier.protocol import timing
+from fsbarrier.protocol import membership
 from fsbarrier.protocol.codec import ready
 from fsbarrier.settings.losses import LOSSES, Aggregation, KlEstimator, LossName, Mismatch
 from fsbarrier.settings.placement import ROLES
@@ -507,10 +507,10 @@ class CoordinationSettings(Section):
     """Heartbeats and time-outs."""
 
     #: Seconds between a node's heartbeats.
-    beat_s: Seconds = timing.BEAT_S
+    beat_s: Seconds = membership.BEAT_S
     #: A node is declared lost after this many seconds without a new heartbeat, and suspected after six tenths of it. A node whose shared
     #: directory fails tries again for twelve times as long, then exits with code 3.
-    dead_s: Seconds = timing.DEAD_S
+    dead_s: Seconds = membership.DEAD_S
     #: Once `min_nodes` nodes have joined, start the run when no further node has joined for this many seconds; later nodes join at the
     #: next iteration. none: wait up to half an hour for all nodes. `--num-nodes A:B` sets it to 10.
     last_call_s: EachSession[Seconds | None] = None

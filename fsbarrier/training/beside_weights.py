@@ -15,7 +15,8 @@ from transformers import PreTrainedConfig
 
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.rundir import checkpoints
-from fsbarrier.rundir.hashed_file import FileDigest, HashedFile, copy_hashed, digest_of
+from fsbarrier.rundir.checkpoints import ADAPTER
+from fsbarrier.rundir.hashed_file import FileDigest, copy_hashed, digest_of, write_hashed
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.store import files, reading
 
@@ -35,8 +36,6 @@ WEIGHTS = (
 CONFIG = "config.json"
 # The names of the weights' precision in a configuration; the second is the older name.
 PRECISION = ("dtype", "torch_dtype")
-# Subfolder of a model folder with the adapters merged into its weights.
-ADAPTER = "adapter"
 
 
 def write_beside(
@@ -67,7 +66,7 @@ def _copy_config(source: Path, target: Path, dtype: torch.dtype, root: Path | No
         wanted[PRECISION[0]] = str(dtype).removeprefix("torch.")
     if wanted == held:
         return copy_hashed(source, target, root)
-    return write_bytes(target, json.dumps(wanted, indent=2).encode())
+    return write_hashed(target, json.dumps(wanted, indent=2).encode())
 
 
 def _in_precision(config: Mapping[str, object], dtype: str) -> dict[str, object]:
@@ -119,10 +118,3 @@ def copy_beside(source: Path, out: Path, root: Path | None) -> dict[str, FileDig
     for folder in {out / above for name in copied for above in Path(name).parents}:
         files.fsync_dir(folder)
     return copied
-
-
-def write_bytes(path: Path, data: bytes) -> FileDigest:
-    """Write a new file. Raises OSError."""
-    with HashedFile(path) as file:
-        file.write(data)
-    return file.digest

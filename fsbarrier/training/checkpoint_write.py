@@ -32,11 +32,12 @@ from transformers.core_model_loading import revert_weight_conversion
 from fsbarrier.engine.model import INDEX
 from fsbarrier.errors import ProgramFailed, first_line
 from fsbarrier.rundir import checkpoints, known_logprobs
-from fsbarrier.rundir.hashed_file import FileDigest, digest_of
+from fsbarrier.rundir.checkpoints import ADAPTER
+from fsbarrier.rundir.hashed_file import FileDigest, digest_of, write_hashed
 from fsbarrier.rundir.known_logprobs import KnownLogprobs
 from fsbarrier.store import files
 from fsbarrier.training import safetensors_file
-from fsbarrier.training.beside_weights import ADAPTER, write_beside, write_bytes
+from fsbarrier.training.beside_weights import write_beside
 from fsbarrier.training.lora import Adapters
 from fsbarrier.training.processes import gather_json
 from fsbarrier.training.safetensors_file import StoredPart, StoredTensor
@@ -224,9 +225,9 @@ def _write_adapters(
     if rank == 0:
         files.make_dirs(folder)
         weights = "adapter_model.safetensors"
-        written.digests[f"model/adapter/{weights}"], _ = safetensors_file.write(folder / weights, tensors)
+        written.digests[f"model/{ADAPTER}/{weights}"], _ = safetensors_file.write(folder / weights, tensors)
         adapters.config.save_pretrained(folder)
-        written.digests["model/adapter/adapter_config.json"] = digest_of(folder / "adapter_config.json")
+        written.digests[f"model/{ADAPTER}/adapter_config.json"] = digest_of(folder / "adapter_config.json")
         files.fsync_dir(folder)
 
 
@@ -289,7 +290,7 @@ def _write_layout(
         for name, part in process.parts.items():
             tensors[name].parts.append(part)
     layout = StateLayout(policy_version, state.optimizer_steps, state.scalars, tensors, state.kl_in_reward)
-    return write_bytes(path, msgspec.json.encode(layout))
+    return write_hashed(path, msgspec.json.encode(layout))
 
 
 def _commit(out: Path, version: NewVersion, written: Sequence[Sequence[Written]]) -> str:
@@ -299,7 +300,7 @@ def _commit(out: Path, version: NewVersion, written: Sequence[Sequence[Written]]
         completed = _complete(out / prefix, one, of_all)
         digests |= {prefix + name: digest for name, digest in completed.items()}
     if version.known is not None:
-        digests[known_logprobs.NAME] = write_bytes(out / known_logprobs.NAME, version.known.encode())
+        digests[known_logprobs.NAME] = write_hashed(out / known_logprobs.NAME, version.known.encode())
     manifest = checkpoints.Manifest(version.policy_version, digests, version.state_in, version.trained_since)
     return checkpoints.commit(out, manifest).digest
 
@@ -323,4 +324,4 @@ def write_index(model: Path, weights: Mapping[str, str], total: int) -> dict[str
     if len(set(weights.values())) < 2:
         return {}
     index = {"metadata": {"total_size": total}, "weight_map": dict(weights)}
-    return {f"model/{INDEX}": write_bytes(model / INDEX, json.dumps(index, indent=1).encode())}
+    return {f"model/{INDEX}": write_hashed(model / INDEX, json.dumps(index, indent=1).encode())}

@@ -55,9 +55,6 @@ def _evidence(event: Event) -> Iterator[str]:
             yield event.text("reason").removeprefix(AGAIN)
 
 
-_GENERATION_LINE = re.compile(r"\bgeneration \d+: nodes \d")
-
-
 # --- templates ------------------------------------------------------------------------------------------------------------
 
 _FIELD = re.compile(r"\{(\w+):?([^}]*)\}")
@@ -117,11 +114,6 @@ def _generation(event: Event) -> str:
     each = settings.items() if isinstance(settings, Mapping) else ()
     changed = "".join(f"; {name}={setting_text(value)}" for name, value in each)
     return filled("generation {generation}: nodes {members}; leader {leader}", event) + why + changed
-
-
-def says_generation(line: str) -> bool:
-    """Whether a line of a node's output reports a new generation, in the wording of `_generation`."""
-    return _GENERATION_LINE.search(line) is not None
 
 
 def _lost(event: Event) -> str:

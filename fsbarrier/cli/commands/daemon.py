@@ -5,11 +5,12 @@ at once on one machine, start two daemons with different CUDA_VISIBLE_DEVICES.
 from __future__ import annotations
 
 import argparse
+import os
 
 from fsbarrier.cli.commands import flags
-from fsbarrier.cli.start import preflight
+from fsbarrier.cli.start import preflight, ranks
 from fsbarrier.errors import UsageError
-from fsbarrier.protocol.timing import DEAD_S
+from fsbarrier.protocol.membership import DEAD_S
 
 EXAMPLE = "fsbarrier daemon /shared/pool"
 FLAGS = {
@@ -26,8 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     if not 0.5 <= args.dead <= 86400:
         raise UsageError(f"--dead {args.dead:g}: must be between 0.5 and 86400 seconds")
-    from fsbarrier.cli.pool.daemon import serve
+    from fsbarrier.pool.daemon import serve
 
     root = preflight.absolute(args.pool)
     preflight.check_log_path(root, named="daemon")
-    return serve(root, args.dead, args.shared_group, flags.say)
+    return serve(root, args.dead, args.shared_group, ranks.without_launchers(os.environ), flags.say)

@@ -14,7 +14,7 @@ from pathlib import Path
 from fsbarrier.cli.commands import flags
 from fsbarrier.network.this_host import host_name
 from fsbarrier.processes import processes
-from fsbarrier.processes.stacks import write_stacks
+from fsbarrier.processes.signals import write_stacks
 from fsbarrier.protocol.membership import GONE
 from fsbarrier.rundir.heartbeats import read_beats
 from fsbarrier.rundir.logs import log_folders

@@ -17,7 +17,7 @@ from fsbarrier.rundir.logs import Log, show
 from fsbarrier.wording import counted
 
 if TYPE_CHECKING:
-    from fsbarrier.cli.pool.directory import Pool
+    from fsbarrier.pool.directory import Pool
 
 EXAMPLE = """fsbarrier jobs /shared/pool
   fsbarrier jobs logs /shared/pool 7 --node 2 --follow
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from fsbarrier.cli.pool import directory
+    from fsbarrier.pool import directory
 
     action = args.words[0] if args.words[0] in ACTIONS else ""
     rest = args.words[1:] if action else args.words
@@ -119,8 +119,8 @@ def _logs(pool: Pool, number: int, args: argparse.Namespace) -> int:
 
 
 def _stop(pool: Pool, number: int) -> int:
-    from fsbarrier.cli.pool.queue import StopAsked
     from fsbarrier.network.this_host import user_at_host
+    from fsbarrier.pool.queue import StopAsked
 
     state = pool.queue.jobs[number]
     if state.over:

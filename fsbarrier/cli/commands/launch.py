@@ -22,9 +22,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from fsbarrier.cli.commands import flags
+from fsbarrier.cli.launchers import slurm
 from fsbarrier.cli.launchers.job import (
     ClusterJob,
-    batch_file,
     check_below_mount,
     check_name,
     commands_here,
@@ -32,7 +32,6 @@ from fsbarrier.cli.launchers.job import (
     is_foreign,
     sealed,
     split,
-    submit,
 )
 from fsbarrier.errors import UsageError
 from fsbarrier.settings.secrecy import TRACKERS_KEYS
@@ -181,12 +180,12 @@ def _ssh(args: argparse.Namespace) -> int:
 
 def _slurm(args: argparse.Namespace) -> int:
     job = _job(args, _nodes(args), str(flags.find_log_path(args)))
-    text = batch_file(
+    text = slurm.batch_script(
         job, time_limit=args.time, warn_s=600 if args.warn is None else args.warn, extra=args.sbatch or ()
     )
     path = _written(args, text, f"{job.name}.sbatch")
     if path is not None:
-        number = submit(path)
+        number = slurm.sbatch(path)
         print(f"submitted {path} as Slurm job {number}, {counted(job.nodes, 'node')}")
         if not any(option.startswith("--output") for option in args.sbatch or ()):
             print(f"output of all nodes: {job.folder / f'{job.name}-{number}.log'}")

@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    from fsbarrier.cli.pool import directory
-    from fsbarrier.cli.pool.queue import Job
+    from fsbarrier.pool import directory
+    from fsbarrier.pool.queue import Job
     from fsbarrier.settings.resolve import resolve
 
     if args.dry_run:

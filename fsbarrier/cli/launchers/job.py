@@ -7,14 +7,13 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from fsbarrier.cli.start import preflight
-from fsbarrier.errors import ProgramFailed, UsageError
+from fsbarrier.errors import UsageError
 from fsbarrier.store import reading
 
 #: The first line of each generated file. A file without it is not ours and is never overwritten.
@@ -130,36 +129,3 @@ def is_foreign(path: Path) -> str:
         return "was not written by fsbarrier"
     text, _, _ = data.rpartition(_SEAL)
     return "" if sealed(os.fsdecode(text)) == data else "was changed by hand since fsbarrier wrote it"
-
-
-# --- Slurm: one task per node, which can be requeued ---------------------------------------------------------------------------
-#
-# Slurm signals the batch script some minutes before the time limit. The script then asks the run to stop at its next safe point and
-# requeues the job, which resumes the run. A failed node does not end the job (`--no-kill`), because the run continues with the others.
-
-
-def batch_file(job: ClusterJob, *, time_limit: str | None, warn_s: int, extra: Sequence[str]) -> str:
-    """The text of the file. `extra`: additional sbatch options, such as `--partition=gpu`. Raises UsageError."""
-    options = (*([f"--time={time_limit}"] if time_limit else []), *extra)
-    for option in (*options, f"--chdir={job.folder}"):
-        if not option.startswith("--") or any(character in option for character in "\n\r"):
-            raise UsageError(
-                f"--sbatch {option!r}: must be a single sbatch option that begins with --, such as --partition=gpu"
-            )
-    return fill("slurm.sh.jinja", job, options=options, warn_s=warn_s)
-
-
-def submit(path: Path) -> str:
-    """Submit the file with sbatch and return the job's number. Raises UsageError (no sbatch here), ProgramFailed (sbatch failed)."""
-    try:
-        done = subprocess.run(
-            ["sbatch", "--parsable", str(path)], capture_output=True, text=True, check=False
-        )
-    except FileNotFoundError:
-        raise UsageError(
-            f"launch slurm: no sbatch on this machine; wrote {path}, submit it on a machine with Slurm"
-        ) from None
-    if done.returncode != 0:
-        raise ProgramFailed(f"sbatch {path}: {done.stderr.strip() or f'exit code {done.returncode}'}")
-    # On some systems the cluster's name follows.
-    return done.stdout.strip().partition(";")[0]

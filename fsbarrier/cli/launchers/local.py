@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsbarrier.cli.launchers.processes import Children, failed_to_begin, run_nodes
+from fsbarrier.cli.launchers.processes import Children, coming_generation, failed_to_begin, run_nodes
 from fsbarrier.errors import EXIT_INTERNAL, UsageError
 from fsbarrier.settings.secrecy import shown_word
 from fsbarrier.settings.sources import ChosenValue
@@ -50,6 +50,7 @@ def run_all(
 
         return dryrun.show(start.record, start.settings, as_json=args.json)
     log_path = start.record.log_path
+    generation = coming_generation(log_path)
     with scratch_dir(user_dir(), "launch") as private:
 
         def start_nodes(children: Children) -> None:
@@ -60,7 +61,7 @@ def run_all(
 
         return run_nodes(
             start_nodes,
-            lambda children: _follow(log_path, children, say),
+            lambda children: _follow(log_path, generation, children, say),
             say,
             lambda: print_summary(log_path),
         )
@@ -96,11 +97,11 @@ def _start(start: Start, environ: Mapping[str, str], children: Children, secret:
     return logs
 
 
-def _follow(log_path: Path, children: Children, say: Say) -> Mapping[int, int]:
+def _follow(log_path: Path, generation: Path, children: Children, say: Say) -> Mapping[int, int]:
     """Show the run live until all nodes have ended. Returns the exit codes of the nodes that ended by themselves."""
     from fsbarrier.view.live_view import follow
 
-    follow(log_path, children, failed=lambda: failed_to_begin(children))
+    follow(log_path, children, failed=lambda: failed_to_begin(children, generation))
     codes = {rank: code for rank, child in children.items() if (code := child.poll()) is not None}
     ended_by_itself = len(codes) == len(children)
     for rank, code in codes.items():

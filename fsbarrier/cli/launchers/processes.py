@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsbarrier.processes.signals import Interrupted, end_once, ending_signals_handled
-from fsbarrier.view.event_wording import says_generation
+from fsbarrier.rundir.names import GENERATION
+from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.rundir.record_store import LenientStore
 
 if TYPE_CHECKING:
     from fsbarrier.processes.supervisor import Child
@@ -63,18 +65,18 @@ def stop_all(children: Mapping[int, Child]) -> None:
         thread.join()
 
 
-def failed_to_begin(children: Mapping[int, Child]) -> bool:
-    """Whether a node failed before the first generation began. The other nodes would wait for it forever.
+def coming_generation(log_path: Path) -> Path:
+    """The record of the generation in which the nodes that are about to start will begin. Never raises."""
+    paths = RunPaths(log_path)
+    return paths.generation(max(GENERATION.parse_all(LenientStore().names(paths.generations)), default=0) + 1)
+
+
+def failed_to_begin(children: Mapping[int, Child], generation: Path) -> bool:
+    """Whether a node failed before the nodes began together, in this generation. The other nodes would wait for it forever.
 
     After that, a failed node need not stop the others: they continue without it.
     """
-    failed = any(child.poll() for child in children.values())
-    return failed and not any(_was_in_a_generation(child.log_file) for child in children.values())
-
-
-def _was_in_a_generation(output: Path) -> bool:
-    with output.open(encoding="utf-8", errors="replace") as lines:
-        return any(says_generation(line) for line in lines)
+    return any(child.poll() for child in children.values()) and not generation.exists()
 
 
 def outcome(codes: Mapping[int, int], say: Callable[[str], None]) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from fsbarrier.cli.launchers.job import ClusterJob
-from fsbarrier.cli.launchers.processes import Children, failed_to_begin, run_nodes
+from fsbarrier.cli.launchers.processes import Children, coming_generation, failed_to_begin, run_nodes
 from fsbarrier.errors import TooFewNodes, UsageError
 from fsbarrier.rundir.logs import Log, last_lines, show
 from fsbarrier.wording import counted
@@ -105,10 +105,11 @@ def run_all(job: ClusterJob, hosts: Sequence[str], ssh: Sequence[str], logs: Pat
             f"started {counted(len(children), 'node')} on {', '.join(hosts)}, output in {logs}; Ctrl-C stops them"
         )
 
-    return run_nodes(start, lambda children: _follow(children, hosts, say), say)
+    generation = coming_generation(Path(job.log_path))
+    return run_nodes(start, lambda children: _follow(children, hosts, generation, say), say)
 
 
-def _follow(children: Children, hosts: Sequence[str], say: Say) -> Mapping[int, int]:
+def _follow(children: Children, hosts: Sequence[str], generation: Path, say: Say) -> Mapping[int, int]:
     """Show node 0's output until all nodes have ended. Returns the exit codes of the nodes that ended by themselves.
 
     If a node fails to start, the others are stopped, because they would wait for it. After a later failure they continue.
@@ -117,7 +118,7 @@ def _follow(children: Children, hosts: Sequence[str], say: Say) -> Mapping[int, 
 
     def goes_on() -> bool:
         # At the look before: by now those have ended that failed for the same reason.
-        failed = any(codes.values()) and failed_to_begin(children)
+        failed = any(codes.values()) and failed_to_begin(children, generation)
         for rank in children.keys() - codes.keys():
             child, code = children[rank], children[rank].poll()
             if code is not None:

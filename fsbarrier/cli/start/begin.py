@@ -20,8 +20,8 @@ from fsbarrier.doctor.findings import WARNING
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.loader import load_program
 from fsbarrier.program import Program
+from fsbarrier.protocol.membership import JOIN_TIMEOUT_S
 from fsbarrier.protocol.situation import MASTER
-from fsbarrier.protocol.timing import JOIN_TIMEOUT_S
 from fsbarrier.rundir import runrecord, session_settings
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.runrecord import RunRecord, TaskSource

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import pwd
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
 
 from fsbarrier.engine import accelerators
 from fsbarrier.errors import UsageError
-from fsbarrier.processes.private_network import others_may_be_here, why_not
+from fsbarrier.processes import guard
 from fsbarrier.processes.supervisor import own_program, with_this_package
 from fsbarrier.program import Program
 from fsbarrier.settings.checks import shown
@@ -47,6 +49,10 @@ USED_WITH = {
     "model": ("has no model", ("init_from", "trainer.command", "engine.url")),
     "data": ("does not read tasks", ("rollout.agent",)),
 }
+#: user ids of people; lower ones are the system's, and higher ones include `nobody`
+PEOPLE = range(1000, 65_000)
+PROBE_S = 30.0
+NO_LOGIN = ("nologin", "false", "sync")
 
 
 def check_node(settings: Settings, program: Program, environ: Environ, *, dry_run: bool) -> None:
@@ -111,7 +117,7 @@ def exposed(settings: Settings) -> str:
     """One line if other users of this host could run code in the engines of this node; else ""."""
     engines = [*([settings.engine] if settings.manages_engine else []), *settings.engines.values()]
     private = any(one.private_network and one.tensor_parallel_size > 1 for one in engines)
-    if not private or not others_may_be_here() or not (why := why_not()):
+    if not private or not others_may_be_here() or not (why := private_network_problem()):
         return ""
     return (
         f"other users of this host can run code in this run: its engines with tensor_parallel_size > 1 get no network of their own "
@@ -259,3 +265,32 @@ def try_user_code(settings: Settings) -> None:
         lines = done.stderr.strip().splitlines()
         last = lines[-1] if lines else f"its process ended with exit code {done.returncode}"
         raise UsageError(last if done.returncode == 2 else f"{said}: {last}")
+
+
+def private_network_problem() -> str:
+    """Why this host does not allow private networks for programs; "" if it does.
+
+    A private network is a network namespace with only a loopback. It needs no root if user namespaces are allowed. guard.py makes it.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", guard.__file__, guard.PROBE],
+            capture_output=True,
+            text=True,
+            timeout=PROBE_S,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return "" if done.returncode == 0 else (done.stderr.splitlines() or ["it failed"])[-1]
+
+
+def others_may_be_here() -> bool:
+    """Whether people other than this user have an account on this host, or a process: in a container, or on a node of one's own, nobody
+    does."""
+    own = {os.geteuid(), os.getuid()}
+    accounts = {one.pw_uid for one in pwd.getpwall() if not one.pw_shell.endswith(NO_LOGIN)}
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            if entry.name.isdecimal():
+                accounts.add(entry.stat().st_uid)
+    return any(uid in PEOPLE for uid in accounts - own)

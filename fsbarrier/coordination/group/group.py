@@ -31,8 +31,7 @@ from fsbarrier.coordination.polling import LookWaits, Pace
 from fsbarrier.errors import BarrierTimeout, Fenced, NodeError, StoreError
 from fsbarrier.network.this_host import boot_id, host_name
 from fsbarrier.protocol.facts import Generation, Join, Position
-from fsbarrier.protocol.membership import Limits
-from fsbarrier.protocol.timing import BEAT_S, DEAD_S, SUSPECT_S
+from fsbarrier.protocol.membership import BEAT_S, DEAD_S, SUSPECT_S, Limits
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
 from fsbarrier.store.retry import Backoff, fails_or_hides, patiently

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from fsbarrier.data.merge import Part
 from fsbarrier.protocol.facts import Fact, Generation, Join, Payload, Record
+from fsbarrier.protocol.membership import DEAD_S
 from fsbarrier.protocol.rows import SLICE_CHOICE
 from fsbarrier.protocol.state import Node
-from fsbarrier.protocol.timing import DEAD_S
 
 #: (generation, iteration, phase)
 Place = tuple[int, int, int]

@@ -21,7 +21,7 @@ from typing import cast
 
 from fsbarrier.errors import UsageError
 from fsbarrier.program import PHASE_NAMES
-from fsbarrier.protocol.timing import BEAT_S
+from fsbarrier.protocol.membership import BEAT_S
 from fsbarrier.settings.value_types import RlPhase
 from sim import strikes
 from sim.history import History

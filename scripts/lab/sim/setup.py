@@ -15,9 +15,8 @@ from fsbarrier.errors import UsageError
 from fsbarrier.loader import load_program
 from fsbarrier.program import Program
 from fsbarrier.protocol.facts import Payload
-from fsbarrier.protocol.membership import Limits
+from fsbarrier.protocol.membership import BEAT_S, Limits
 from fsbarrier.protocol.state import Rules
-from fsbarrier.protocol.timing import BEAT_S
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.sections import Settings
 from fsbarrier.settings.value_types import RlPhase

@@ -19,9 +19,8 @@ from fsbarrier.processes.kept_program import KeptProgram
 from fsbarrier.processes.supervisor import Child
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.protocol.state import Node, RowPart
-from fsbarrier.run.context_maker import ContextMaker
 from fsbarrier.run.job import Cancelled, RowJob, Surroundings, Workplace
-from fsbarrier.run.job_runner import JobRunner
+from fsbarrier.run.job_runner import ContextMaker, JobRunner
 from fsbarrier.rundir.known_logprobs import KnownLogprobs
 from fsbarrier.rundir.names import SPLITS
 from fsbarrier.rundir.paths import RunPaths

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from fsbarrier.cli.pool.queue import Job, Queue, Record
 from fsbarrier.errors import StoreError, UsageError
+from fsbarrier.pool.queue import Job, Queue, Record
 from fsbarrier.rundir.heartbeats import live_nodes
 from fsbarrier.rundir.names import Name
 from fsbarrier.rundir.paths import RunPaths

@@ -9,14 +9,13 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fsbarrier.cli.pool.directory import Pool
-from fsbarrier.cli.pool.queue import STOPPED, Ended, Joined, Place, Placed, next_decision
-from fsbarrier.cli.start import ranks
 from fsbarrier.network.this_host import host_name
+from fsbarrier.pool.directory import Pool
+from fsbarrier.pool.queue import STOPPED, Ended, Joined, Place, Placed, next_decision
 from fsbarrier.processes.signals import Interrupted, end_once, ending_signals_handled
 from fsbarrier.processes.supervisor import Child, StartFailed, own_program, with_this_package
 from fsbarrier.protocol.facts import Beat, Member
@@ -31,8 +30,8 @@ LOOK_S = 0.5
 GRACE_S = 10.0
 
 
-def serve(root: Path, dead_s: float, shared_group: bool, say: Say) -> int:
-    """Serve the pool at `root` until a signal arrives; returns the exit code. Raises UsageError, StoreError."""
+def serve(root: Path, dead_s: float, shared_group: bool, environ: Mapping[str, str], say: Say) -> int:
+    """Serve the pool at `root` until a signal arrives; returns the exit code. `environ`: of the jobs. Raises UsageError, StoreError."""
     pool = Pool(root)
     pool.make(shared_group=shared_group)
     # From here on a signal raises Interrupted, and the child is stopped on the way out.
@@ -41,7 +40,7 @@ def serve(root: Path, dead_s: float, shared_group: bool, say: Say) -> int:
             # Each start is a node of its own. What an earlier one on this host ran is another node's as soon as its heartbeat is missed.
             number = pool.append(Joined(host_name(), os.getpid()))
             say(f"joined the pool {root} as node {number}; Ctrl-C leaves it and stops the current job's node")
-            _Node(pool, number, dead_s, say).run()
+            _Node(pool, number, dead_s, environ, say).run()
         except Interrupted as stopped:
             say("left the pool and stopped its programs; another node takes over")
             return stopped.code
@@ -53,6 +52,7 @@ class _Node:
     pool: Pool
     number: int
     dead_s: float
+    environ: Mapping[str, str]
     say: Say
     _ledger: Ledger = field(default_factory=Ledger)
     _counter: int = 0
@@ -128,12 +128,11 @@ class _Node:
         else:
             shared = [flag for flag in ("--shared-group", "--trust-mount") if flag in job.words]
             words = ["--worker", str(place.rank), *where, *shared]
-        environ = ranks.without_launchers(os.environ)
         self._serves = place
         try:
             self._child = Child.start(
                 own_program("fsbarrier", "run", *words),
-                env=with_this_package(environ),
+                env=with_this_package(self.environ),
                 cwd=job.folder,
                 log_file=self.pool.log(place.job, place.rank),
                 name=f"job {place.job}, node {place.rank}, on {host_name()}",
