@@ -1,19 +1,19 @@
 """fsbarrier: synchronous multi-node RL post-training over a shared directory, one command per node.
 
-`fsbarrier.join` makes barriers and collectives available to your own scripts (see fsbarrier/coordination/group/group.py).
+`fsbarrier.join` makes barriers and collectives available to your own scripts (see fsbarrier/group/group.py).
 """
 
 import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fsbarrier.coordination.group import Group as Group
-    from fsbarrier.coordination.group import join as join
     from fsbarrier.errors import BarrierTimeout as BarrierTimeout
     from fsbarrier.errors import Fenced as Fenced
     from fsbarrier.errors import OutOfStep as OutOfStep
     from fsbarrier.errors import PeerLost as PeerLost
     from fsbarrier.errors import StoreError as StoreError
+    from fsbarrier.group import Group as Group
+    from fsbarrier.group import join as join
 
 __version__ = "0.1.0"
 __all__ = [
@@ -28,9 +28,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    name: "coordination.group" if name in ("Group", "join") else "errors"
-    for name in __all__
-    if name != "__version__"
+    name: "group" if name in ("Group", "join") else "errors" for name in __all__ if name != "__version__"
 }
 
 

@@ -37,7 +37,7 @@ TABLE: Table[object] = Table(
         Row(ASSIGN, "assign", leader=WORK),
         Row(ROLL_OUT, "roll_out", each=WORK, resume="assign"),
         Row(MERGE, "merge", each=WORK, leader=WORK, resume="assign"),
-        Row(PROBE, "probe", each=WORK, transient=True),
+        Row(PROBE, "probe", each=WORK),
         Row(UPDATE, "update", each=WORK, resume="probe"),
         Row(PUBLISH, "publish", leader=WORK),
         Row(CLOSE, "close"),

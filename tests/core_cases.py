@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,6 +37,8 @@ class Case:
     becomes: Mapping[str, Any] | Node = field(default_factory=dict)
     rules: Rules = RULES
     now: float = NOW
+    #: a client's own answers to a loss
+    answers: Sequence[Rule] | None = None
 
     @property
     def then(self) -> Node:

@@ -16,7 +16,6 @@ from core_builders import (
     PROBE,
     PUBLISH,
     ROLL_OUT,
-    UPDATE,
     asked_to_stop,
     at_row,
     decided,
@@ -34,6 +33,7 @@ from core_builders import (
 )
 from core_cases import ENDED, Case, ends, is_lost, lost, node_lost, place, proposes
 
+from fsbarrier.group.collective import answers
 from fsbarrier.protocol import machine
 from fsbarrier.protocol.facts import SEALED, Fact, FailedProgram, Member, Payload, Position, Verdict
 from fsbarrier.protocol.membership import JOINING
@@ -53,6 +53,8 @@ from fsbarrier.protocol.state import (
     View,
 )
 
+# The caller of a group has asked for the generation after the first.
+ASKED = answers(regroup_after=1)
 SEAL = Fact(2, 1, SEALED)
 SUSPECTED = frozenset({member(2)})
 # Nodes 1 and 2 roll out.
@@ -200,13 +202,6 @@ RUNNING_ROWS = [
         becomes={"position": Position(1, ROLL_OUT), "part": RowPart.EACH},
     ),
     passes(
-        "what a transient row gives is none either",
-        at_row(1, PROBE, RowPart.ANNOUNCED),
-        released({"reached": 1}),
-        Launch(RowPart.EACH),
-        becomes={"position": Position(1, UPDATE), "part": RowPart.EACH},
-    ),
-    passes(
         "a later decision keeps the one before below it",
         at_row(1, MERGE, RowPart.ANNOUNCED, iteration=2, decisions={"merge": decided(1, {"n": 1})}),
         released({"n": 2}),
@@ -297,40 +292,58 @@ RUNNING_ROWS = [
         "a group is formed anew of the living when its caller asks, by anybody",
         at_row(1, ROLL_OUT),
         sees(ledger=heard(seen(2, ago=15.0))),
-        machine.regroup_when_asked,
+        ASKED[0],
         proposes(2, (0, 1), start=(1, ASSIGN), reason=is_lost(2), created_by=1),
-        rules=rules(on_node_failure="hold", regroup=1),
+        answers=ASKED,
     ),
     Case(
         "nobody need be lost for that, and who waits is taken in",
         at_row(2, ROLL_OUT),
         sees(joins=started(0, 1, 2, 3), ledger=heard(seen(3, state=JOINING))),
-        machine.regroup_when_asked,
+        ASKED[0],
         proposes(2, (0, 1, 2, 3), start=(1, ASSIGN), reason="regroup", created_by=2),
-        rules=rules(num_nodes=4, on_node_failure="hold", regroup=1),
+        rules=rules(num_nodes=4),
+        answers=ASKED,
     ),
     Case(
         "one that was started again and was not heard yet is given a moment",
         at_row(0, ROLL_OUT),
         sees(joins=started(0, 1) | started(2, incarnation=2), ledger=heard()),
-        machine.regroup_when_asked,
+        ASKED[0],
         becomes={"trouble_since": NOW},
-        rules=rules(on_node_failure="hold", regroup=1),
+        answers=ASKED,
     ),
     Case(
         "then they go on without it",
         at_row(0, ROLL_OUT, trouble_since=NOW - 4.0),
         sees(joins=started(0, 1) | started(2, incarnation=2), ledger=heard()),
-        machine.regroup_when_asked,
+        ASKED[0],
         proposes(2, (0, 1), start=(1, ASSIGN), reason=is_lost(2, "restarted as incarnation 2")),
-        rules=rules(on_node_failure="hold", regroup=1),
+        answers=ASKED,
     ),
     Case(
         "a wish for the end of an earlier generation is fulfilled",
         at_row(0, ROLL_OUT, generation=generation(2)),
         sees(generation(2)),
         None,
-        rules=rules(on_node_failure="hold", regroup=1),
+        answers=ASKED,
+    ),
+    Case(
+        "before a group's caller asks, a loss changes nothing",
+        at_row(0, ROLL_OUT, suspected=SUSPECTED),
+        sees(ledger=heard(seen(2, ago=15.0))),
+        None,
+        answers=answers(regroup_after=0),
+    ),
+    Case(
+        "nor does a generation of a group end because it is long",
+        at_row(0, OPEN, RowPart.NONE, iteration=5),
+        sees(),
+        machine.begin_the_row,
+        publishes(0),
+        {"part": RowPart.ANNOUNCED},
+        rules(longest=3),
+        answers=answers(regroup_after=0),
     ),
     # --- a failed program
     Case(
@@ -669,11 +682,6 @@ RUNNING_ROWS = [
         for name, node, limit in (
             ("not an iteration earlier", at_row(0, OPEN, RowPart.NONE, iteration=3), rules(longest=3)),
             ("nor by another member", at_row(1, OPEN, RowPart.NONE, iteration=4), rules(longest=3)),
-            (
-                "nor in a group, whose facts are no decisions",
-                at_row(0, OPEN, RowPart.NONE, iteration=4),
-                rules(longest=3, on_node_failure="hold"),
-            ),
         )
     ),
     Case(

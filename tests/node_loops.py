@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fsbarrier.coordination.group.collective import CollectiveWork
 from fsbarrier.coordination.loop import LookAgain, NodeLoop, WorkRunner, WriteEvent
 from fsbarrier.coordination.observer import Observer
 from fsbarrier.coordination.poll_intervals import PollIntervals
+from fsbarrier.group.collective import CollectiveWork
 from fsbarrier.program import PHASE_NAMES, Phase, Program
 from fsbarrier.protocol.facts import Join
 from fsbarrier.protocol.state import Rules

@@ -11,11 +11,11 @@ from core_builders import ASSIGN, CLOSE, MERGE, OPEN, PROBE, PUBLISH, RULES, dec
 from node_loops import NO_PAUSES, PING, node_loop, observer, settle
 from sim.scenario import play
 
-from fsbarrier.coordination.group.collective import Collective
-from fsbarrier.coordination.group.member import make_member
 from fsbarrier.coordination.own_facts import AT_ONCE, OwnFacts
 from fsbarrier.coordination.resume import LastGeneration
 from fsbarrier.coordination.row_watch import RowWatch
+from fsbarrier.group.collective import Collective
+from fsbarrier.group.member import make_member
 from fsbarrier.program import PHASE_NAMES, RL_SLICES, Program
 from fsbarrier.protocol.facts import SEALED, Fact, Generation, Join, Member, Position, Record
 from fsbarrier.protocol.membership import Limits

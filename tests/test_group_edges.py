@@ -19,9 +19,9 @@ from node_loops import node_loop, observer, settle
 from waiting import until
 
 import fsbarrier
-from fsbarrier.coordination.group import group as group_module
-from fsbarrier.coordination.group.collective import Collective, CollectiveWork
-from fsbarrier.coordination.group.member import GroupMember, make_member
+from fsbarrier.group import group as group_module
+from fsbarrier.group.collective import Collective, CollectiveWork
+from fsbarrier.group.member import GroupMember, make_member
 from fsbarrier.protocol.facts import Generation, Join, Member, Position
 from fsbarrier.protocol.membership import Limits
 from fsbarrier.protocol.state import Exit, Node, RowPart

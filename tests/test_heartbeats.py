@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from node_loops import NO_PAUSES, PING, node_loop, observer, settle
 
-from fsbarrier.coordination.group.collective import CollectiveWork
 from fsbarrier.coordination.life import NodeLife
 from fsbarrier.coordination.loop import NodeLoop
 from fsbarrier.coordination.observer import Observer
 from fsbarrier.coordination.own_facts import OwnFacts
 from fsbarrier.coordination.poll_intervals import PollIntervals, next_beat_s
+from fsbarrier.group.collective import CollectiveWork
 from fsbarrier.program import Phase, Program
 from fsbarrier.protocol.codec import encode
 from fsbarrier.protocol.facts import Beat, Fact, Generation, Member, Position, Pulse, Record, StopRequest

@@ -93,7 +93,6 @@ def test_closing_rows_stand_in_the_place_of_the_last(closing: tuple[Row[object],
         (Row(0, "a"), False),
         (Row(0, "a", each="work"), True),
         (Row(0, "a", leader="work"), True),
-        (Row(0, "a", each="work", leader="work", transient=True), False),
     ],
 )
 def test_whether_later_generations_need_what_a_row_decides(row: Row[object], decides: bool) -> None:

@@ -14,12 +14,12 @@ from sim.setup import PATHS
 from sim.store import Habits, MountClient
 
 from fsbarrier.coordination import polling
-from fsbarrier.coordination.group.collective import CollectiveWork
 from fsbarrier.coordination.loop import NodeLoop
 from fsbarrier.coordination.observer import Observer
 from fsbarrier.coordination.poll_intervals import size_factor
 from fsbarrier.coordination.polling import FIRST_PAUSE_S, POLL_MAX_S, LookWaits, Pace
 from fsbarrier.coordination.run_rules import poll_intervals
+from fsbarrier.group.collective import CollectiveWork
 from fsbarrier.protocol.facts import Beat, Fact, Join, Position, Pulse, R, Record
 from fsbarrier.protocol.membership import BEAT_S, DEAD_S
 from fsbarrier.protocol.state import RowPart, Rules

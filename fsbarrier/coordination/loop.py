@@ -1,4 +1,4 @@
-"""One node of a run: look, decide, act. The same code runs in the daemon, in a group's member and in the simulator.
+"""One node of a run: look, decide, act. The same code runs in the daemon, in the simulator and in other clients.
 
 - A *look* (observer.py) lists the directories that are due and reads what is new in them. The result is a `View`.
 - A *decision* (protocol/machine.py) is `step(node, view, now, rules)`: the next `Node`, and a list of actions. It does no I/O.
@@ -29,7 +29,7 @@ from fsbarrier.coordination.resume import LastGeneration
 from fsbarrier.errors import Fenced
 from fsbarrier.protocol.codec import encode
 from fsbarrier.protocol.facts import SEALED, Beat, Fact, Generation, Join, Payload, Position
-from fsbarrier.protocol.machine import awaited, step
+from fsbarrier.protocol.machine import Rule, awaited, step
 from fsbarrier.protocol.membership import JOINING, PREPARING, UNWRITABLE
 from fsbarrier.protocol.state import (
     UNREADY,
@@ -105,6 +105,8 @@ class NodeLoop:
     write_event: WriteEvent
     #: called with the time that this node's work took; `phase_finished` includes it
     note_work: Callable[[PhaseTime], None] = lambda time: None
+    #: the rules of a client that answers a loss or a joining node in its own way; None: those of a run
+    answers: Sequence[Rule] | None = None
     node: Node = field(init=False)
     exit: Exit | None = None
     #: the error of writing the status beside the last heartbeat; None if it was written
@@ -196,7 +198,7 @@ class NodeLoop:
         if view is self._idle_view:
             # Most looks of a wait end here, since only the row was due and it showed nothing new.
             return None
-        self.node, actions = step(before, view, now, self.rules)
+        self.node, actions = step(before, view, now, self.rules, self.answers)
         if not actions and self.node == before:
             self._idle_view = view
             return None

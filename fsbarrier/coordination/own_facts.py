@@ -30,7 +30,7 @@ from fsbarrier.rundir.record_store import Store
 REFRESH_S, LONGEST_S, LATE = 0.5, 30.0, 1 / 8
 #: how many files of older generations are removed after each row; removing thousands at once would hold up the loop
 AT_ONCE = 32
-#: Kept are this generation and the one before, in which a group's caller may still read.
+#: Kept are this generation and the one before, which a member that entered this one late may still read.
 KEPT_GENERATIONS = 2
 
 
@@ -85,18 +85,17 @@ class OwnFacts:
         count as done, and the leader could not read what its own work needs.
         """
         generation, position = node.place
-        row = self.rules.row(position, generation)
+        row, table = self.rules.row(position, generation), self.rules.table
         path = self.watch.row_dir(generation.number, position) / fact_name(
             position.iteration, node.rank, fact.status
         )
-        if generation.leader == node.rank and not row.transient:
+        if generation.leader == node.rank and not table.transient:
             if self.store.create(path, fact):
                 self.watch.created = path, fact
-        elif row.needs_only_a_name(fact):
+        elif table.needs_only_a_name(row, fact):
             self.store.mark(path, fact)
         else:
-            # A group's caller goes on without a member that lost power, so a transient row needs no flush.
-            self.store.put(path, fact, durable=not row.transient)
+            self.store.put(path, fact, durable=not table.transient)
 
     def refresh(self, node: Node, now: float) -> None:
         """Refresh this node's listing of the row if it waits for the others and a refresh is due. Raises OSError."""
@@ -122,7 +121,7 @@ class OwnFacts:
 
     def _remove_after(self, rank: int, generation: Generation, passed: Position) -> None:
         leads, before = generation.leader == rank, Position(passed.iteration - 1, passed.phase)
-        if before >= generation.start and (not leads or self.rules.table.rows[passed.phase].transient):
+        if before >= generation.start and (not leads or self.rules.table.transient):
             folder = self.watch.row_dir(generation.number, passed)
             self.store.remove(folder / fact_name(before.iteration, rank))
         if leads and passed.iteration > generation.start.iteration:

@@ -60,10 +60,8 @@ class LastGeneration:
             return None
         decisions = past.decisions(reached)
         while past.all_done(reached):
-            row = past.row(reached)
-            value = past.fact(reached).value if row.decides else None
-            if value:
-                decisions = with_decision(decisions, row.name, reached.iteration, value)
+            if value := past.decision(reached):
+                decisions = with_decision(decisions, past.row(reached).name, reached.iteration, value)
             reached = past.after(reached)
             if reached.phase == past.first:
                 break
@@ -127,23 +125,20 @@ class _PastGeneration:
 
         Returns None if the leader has published in two rows that this node did not know of: then the members may be at work.
         """
-        if self.generation.verdict is not None or all(row.transient for row in self.rules.table.rows):
+        if self.generation.verdict is not None or self.rules.table.transient:
             # No seal is needed: this generation has a verdict, or no later generation uses its results.
             return reached
         until, published = self.generation.until, 0
         while until is None or reached.iteration <= until:
-            if not self.row(reached).transient:
-                if self._seal(reached, seal):
-                    break
-                published += 1
-                if published > 1:
-                    return None
+            if self._seal(reached, seal):
+                break
+            published += 1
+            if published > 1:
+                return None
             reached = self.after(reached)
         heard = self.heard()
-        while reached > heard and not self.all_done(self.before(reached)):
+        if reached > heard and not self.all_done(self.before(reached)):
             reached = self.before(reached)
-            if not self.row(reached).transient:
-                break
         return reached
 
     def _seal(self, position: Position, seal: Fact) -> bool:
@@ -168,11 +163,15 @@ class _PastGeneration:
         decided: list[tuple[Position, Payload]] = []
         position = Position(reached.iteration if index < reached.phase else reached.iteration - 1, index)
         while len(decided) < 2 and position >= self.generation.start:
-            value = self.fact(position).value if self.row(position).decides else None
-            if value:
+            if value := self.decision(position):
                 decided.append((position, value))
             position = Position(position.iteration - 1, index)
         return decided
+
+    def decision(self, position: Position) -> Payload:
+        """The decision of a row in which the leader has published; empty if there is none. Raises OSError."""
+        decides = self.row(position).decides and not self.rules.table.transient
+        return self.fact(position).value if decides else {}
 
     def _leaders_path(self, position: Position) -> Path:
         """The path of the leader's fact about a row."""
@@ -190,4 +189,4 @@ class _PastGeneration:
         """Whether all members are done with the row and it has no seal, so it was passed or the living members will pass it."""
         names = set(self.observer.store.names(self.observer.row.row_dir(self.generation.number, position)))
         done = all(FACT.build(position.iteration, rank, "done") in names for rank in self.generation.ranks)
-        return done and (self.row(position).transient or self.fact(position).status != SEALED)
+        return done and (self.rules.table.transient or self.fact(position).status != SEALED)

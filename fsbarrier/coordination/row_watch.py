@@ -81,8 +81,8 @@ class RowWatch:
         if node.part is RowPart.ANNOUNCED and len(row.arrived) == len(generation.members):
             self.news = True
             leader, path = generation.leader, row.directory / fact_name(position.iteration, generation.leader)
-            # The fact is not read in a transient row, which cannot be sealed, nor if this node has created it itself.
-            if self.table.rows[position.phase].transient:
+            # A fact that cannot be sealed is not read, nor is it read if this node has created it itself.
+            if self.table.transient:
                 row.leaders_fact = Fact(leader, generation.incarnation_of(leader) or 0, "done")
             elif self.created is not None and self.created[0] == path:
                 row.leaders_fact = self.created[1]

@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from fsbarrier.coordination.group import Group, join
 from fsbarrier.doctor import between, machine, probes
 from fsbarrier.doctor.findings import REFUSED, Check, Report
 from fsbarrier.errors import BarrierTimeout, Fenced, PeerLost, TooFewNodes, UsageError
+from fsbarrier.group import Group, join
 from fsbarrier.network.listening import listen, port_of, reachable
 from fsbarrier.network.this_host import boot_id, candidate_addresses, host_name
 from fsbarrier.store import files, trusted_folder

@@ -16,8 +16,9 @@ A lost node, a failed program, a joining node, the end of a run: the answer is a
 exclusively, so two nodes may believe different things, but there is only one record of each number.
 
 RULES, at the end, is the whole machine: the rules of each stage in order. A rule returns None if it does not apply, and the first
-rule that returns a step wins. A rule may return the unchanged node to keep the rules below it from firing. scripts/state_diagram.py
-draws docs/state-machine.md from RULES. The file is longer than others so that the machine is in one place.
+rule that returns a step wins. A rule may return the unchanged node to keep the rules below it from firing. A client of the core may
+hand in its own rules in place of RUN_ANSWERS, as fsbarrier/group/ does. scripts/state_diagram.py draws docs/state-machine.md from
+RULES. The file is longer than others so that the machine is in one place.
 """
 
 from __future__ import annotations
@@ -65,10 +66,16 @@ Rule = Callable[[Situation], Step | None]
 NOTHING: Sequence[Action] = ()
 
 
-def step(node: Node, view: View, now: float, rules: Rules) -> Step:
-    """One transition, or none: (the node afterwards, the actions to perform in order)."""
+def step(node: Node, view: View, now: float, rules: Rules, answers: Sequence[Rule] | None = None) -> Step:
+    """One transition, or none: (the node afterwards, the actions to perform in order).
+
+    `answers`: the caller's own rules in place of RUN_ANSWERS.
+    """
     situation = Situation(node, view, now, rules)
-    for rule in RULES[node.stage]:
+    in_order = RULES[node.stage]
+    if answers is not None and node.stage is Stage.RUNNING:
+        in_order = (*BEFORE_THE_ANSWERS, *answers, *AFTER_THE_ANSWERS)
+    for rule in in_order:
         if (answer := rule(situation)) is not None:
             return answer
     return node, NOTHING
@@ -427,7 +434,7 @@ def release(situation: Situation) -> Step | None:
     if not situation.view.arrived.issuperset(generation.ranks):
         return None
     node, (first_row, last_row) = situation.node, situation.span
-    if fact.value and not situation.row.transient:
+    if fact.value:
         decisions = with_decision(node.decisions, situation.row.name, position.iteration, fact.value)
         node = replace(node, decisions=decisions)
     passed: tuple[Action, ...] = (Note("phase_finished", at=node),)
@@ -446,25 +453,6 @@ def release(situation: Situation) -> Step | None:
         part, actions = RowPart.NONE, NOTHING
     moved = replace(node, position=following, part=part, result={}, work_s=0.0, trouble_since=None)
     return moved, (*passed, Entered(following, generation), *actions)
-
-
-def regroup_when_asked(situation: Situation) -> Step | None:
-    """A group's caller asked for the next generation, of the living members and the nodes that wait to join.
-
-    A restarted member gets `stagger_s` to show that it is alive. Nodes do not take turns here: perhaps only some of them have asked,
-    and the turn of a node that has not asked would pass unused.
-    """
-    if not situation.rules.regroup or situation.generation.number != situation.rules.regroup:
-        return None
-    known = {member.rank: member.incarnation for member in situation.generation.members}
-    joins, joiners = situation.view.joins, situation.joiners
-    restarted = {rank for rank in known if rank in joins and joins[rank].incarnation > known[rank]}
-    waited_s = situation.now - situation.trouble_since
-    if not restarted <= joiners.keys() and waited_s < situation.rules.limits.stagger_s:
-        return replace(situation.node, trouble_since=situation.trouble_since), NOTHING
-    members = {**joiners, **{member.rank: member for member in situation.living}}
-    reason = lost_as_text(situation, situation.gone) or "regroup"
-    return situation.node, (Propose(successor(situation, [*members.values()], reason)),)
 
 
 def end_work_after_a_failure(situation: Situation) -> Step | None:
@@ -591,7 +579,7 @@ def renew_a_long_generation(situation: Situation) -> Step | None:
 def _may_renew(situation: Situation) -> bool:
     """Whether this node leads and is at the start of an iteration, where no work is lost by a new generation."""
     begins = situation.node.part is RowPart.NONE and situation.position.phase == situation.span[0]
-    return begins and situation.leads and situation.rules.on_node_failure != "hold"
+    return begins and situation.leads
 
 
 def begin_the_row(situation: Situation) -> Step | None:
@@ -677,6 +665,34 @@ DECIDED_BY_OTHERS: tuple[Rule, ...] = (
     enter_newer_generation,
 )
 
+#: how the members of a run answer a loss, a failed program and a joining node; the callers of a group have answers of their own
+RUN_ANSWERS: tuple[Rule, ...] = (
+    end_work_after_a_failure,
+    try_again_after_a_failure,
+    forget_a_false_alarm,
+    abort_after_a_loss,
+    wait_for_the_lost,
+    shrink_after_a_loss,
+    admit_joiners,
+    renew_a_long_generation,
+)
+
+
+BEFORE_THE_ANSWERS: tuple[Rule, ...] = (
+    *DECIDED_BY_OTHERS,
+    leave_when_dismissed,
+    rejoin_when_left_behind,
+    stop_when_asked,
+    go_on_behind_a_seal,
+    release,
+)
+AFTER_THE_ANSWERS: tuple[Rule, ...] = (
+    begin_the_row,
+    begin_the_leaders_work,
+    tell_of_a_failure,
+    finish_the_work,
+    tell_of_the_silent,
+)
 #: the rules of each stage; the first that applies wins
 RULES: dict[Stage, tuple[Rule, ...]] = {
     Stage.JOINING: (
@@ -698,27 +714,6 @@ RULES: dict[Stage, tuple[Rule, ...]] = {
         seal_the_old_generation,
         form_a_generation,
     ),
-    Stage.RUNNING: (
-        *DECIDED_BY_OTHERS,
-        leave_when_dismissed,
-        rejoin_when_left_behind,
-        stop_when_asked,
-        go_on_behind_a_seal,
-        release,
-        regroup_when_asked,
-        end_work_after_a_failure,
-        try_again_after_a_failure,
-        forget_a_false_alarm,
-        abort_after_a_loss,
-        wait_for_the_lost,
-        shrink_after_a_loss,
-        admit_joiners,
-        renew_a_long_generation,
-        begin_the_row,
-        begin_the_leaders_work,
-        tell_of_a_failure,
-        finish_the_work,
-        tell_of_the_silent,
-    ),
+    Stage.RUNNING: (*BEFORE_THE_ANSWERS, *RUN_ANSWERS, *AFTER_THE_ANSWERS),
     Stage.ENDED: (),
 }

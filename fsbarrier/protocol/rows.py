@@ -32,19 +32,13 @@ class Row(Generic[Work_co]):
     leader: Work_co | None = None
     #: the row where a new generation resumes if it interrupts this one; "": this row
     resume: str = ""
-    #: the result is no decision: later generations do not adopt it, and it need not survive a power failure
-    transient: bool = False
     #: a node does this work before it asks the nodes at work to admit it, so that they need not wait for it
     ready: bool = False
-
-    def needs_only_a_name(self, fact: Fact) -> bool:
-        """Whether nobody reads the content of a member's fact, because the file's name says everything."""
-        return fact.status == "done" and not fact.value and (self.each is None or self.transient)
 
     @property
     def decides(self) -> bool:
         """Whether later generations may need the leader's result."""
-        return (self.each is not None or self.leader is not None) and not self.transient
+        return self.each is not None or self.leader is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +68,8 @@ class Table(Generic[Work_co]):
     rows: tuple[Row[Work_co], ...]
     slices: tuple[Slice, ...] = ()
     closing: tuple[Row[Work_co], ...] = ()
+    #: No result is a decision: later generations adopt none, so none is sealed, and none need survive a power failure.
+    transient: bool = False
     _indices: Mapping[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -104,6 +100,10 @@ class Table(Generic[Work_co]):
     def index(self, name: str) -> int:
         """The number of the row with this name. Raises KeyError."""
         return self._indices[name]
+
+    def needs_only_a_name(self, row: Row[Work_co], fact: Fact) -> bool:
+        """Whether nobody reads the content of a member's fact, because the file's name says everything."""
+        return fact.status == "done" and not fact.value and (row.each is None or self.transient)
 
     @property
     def ready(self) -> int | None:

@@ -77,15 +77,13 @@ class Rules:
     min_nodes: int = 1
     #: the roles of a run with these `settings`
     roles_of: Callable[[Payload], Sequence[Role]] = lambda settings: ()
-    #: "shrink", "wait" or "abort"; "hold" in groups, where the caller learns of a loss and decides
+    #: "shrink", "wait" or "abort"
     on_node_failure: str = "shrink"
     retries: int = 2
     #: A generation ends after so many iterations, and the same members go on in the next one. The leader's facts stay as long as their
     #: generation, so this bounds their number.
     longest: int = 100
     limits: Limits = field(default_factory=Limits)
-    #: the number of the generation after which a group's caller wants a new one
-    regroup: int = 0
     #: The settings that may change from session to session, by their dotted names. They have the values that the run began with, or after
     #: `under` those of the session.
     settings: Payload = field(default_factory=dict)

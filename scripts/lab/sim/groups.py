@@ -1,6 +1,6 @@
 """Simulates groups (`fsbarrier.join`): members with random callers, under faults, and their invariants.
 
-The group and its member are the real ones (fsbarrier/coordination/group/); their caller's script calls, computes, regroups, gives up
+The group and its member are the real ones (fsbarrier/group/); their caller's script calls, computes, regroups, gives up
 and leaves at random. The invariants compare what each caller received with what the callers sent.
 """
 
@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import cast
 
-from fsbarrier.coordination.group.collective import BARRIER
-from fsbarrier.coordination.group.group import Group, HeartbeatThread
-from fsbarrier.coordination.group.member import make_member
 from fsbarrier.coordination.polling import LookWaits
 from fsbarrier.errors import EXIT_SIGTERM, BarrierTimeout, Fenced, NodeError, OutOfStep, PeerLost, StoreError
+from fsbarrier.group.collective import BARRIER
+from fsbarrier.group.group import Group, HeartbeatThread
+from fsbarrier.group.member import make_member
 from fsbarrier.protocol.facts import Join
 from fsbarrier.rundir.record_store import Store
 from fsbarrier.store.retry import fails_or_hides, patiently

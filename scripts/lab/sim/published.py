@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 
 from fsbarrier.rundir.names import FACT
 from sim.history import History, Merged, row_of
-from sim.setup import program
 
 
 def published_too_late(history: History, stamps: Mapping[int, Merged]) -> Iterator[str]:
@@ -40,14 +39,14 @@ def no_fact_is_needed_after_its_removal(history: History) -> Iterator[str]:
     for event, (number, iteration, _) in history.entered:
         entered.setdefault((number, event.node.rank), []).append((event.time, iteration))
     for removed in history.removed:
-        number, iteration, phase = removed.place
+        number, iteration, _ = removed.place
         record = history.generations[number][1]
         if any(
             newer > number and write.time <= removed.time for newer, (write, _) in history.generations.items()
         ):
             continue
         fact = FACT.parse(removed.path.rpartition("/")[2])
-        if fact is not None and fact.rank == record.leader and not program().rows[phase].transient:
+        if fact is not None and fact.rank == record.leader:
             yield f"{removed.path} was removed, so that its row can be sealed although it was passed"
         for rank in record.ranks:
             if not any(

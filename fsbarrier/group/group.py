@@ -24,11 +24,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from fsbarrier.coordination.group.collective import BARRIER, Collective, to_json
-from fsbarrier.coordination.group.member import Awaited, GroupMember, make_member
 from fsbarrier.coordination.loop import LookAgain
 from fsbarrier.coordination.polling import LookWaits, Pace
 from fsbarrier.errors import BarrierTimeout, Fenced, NodeError, StoreError
+from fsbarrier.group.collective import BARRIER, Collective, to_json
+from fsbarrier.group.member import Awaited, GroupMember, make_member
 from fsbarrier.network.this_host import boot_id, host_name
 from fsbarrier.protocol.facts import Generation, Join, Position
 from fsbarrier.protocol.membership import BEAT_S, DEAD_S, SUSPECT_S, Limits

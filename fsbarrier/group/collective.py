@@ -1,18 +1,25 @@
-"""One call of a collective, the WorkRunner that makes it the work of a row, and the objects that it exchanges: JSON data up to a size."""
+"""What a group hands to the core: its one row, its rule for a new generation, and the WorkRunner that makes a call the work of a row.
+
+Also the objects that calls exchange: JSON data up to a size.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from fsbarrier.protocol.facts import Generation, Payload, Position
+from fsbarrier.protocol.machine import Rule, forget_a_false_alarm
 from fsbarrier.protocol.rows import Row, Table
-from fsbarrier.protocol.state import Node, RowPart, WorkReport
+from fsbarrier.protocol.situation import Situation, lost_as_text
+from fsbarrier.protocol.state import Node, Propose, RowPart, Step, WorkReport
+from fsbarrier.protocol.succession import successor
 
 #: the group's program: one row, repeated. Each member's work is to wait for its caller.
-COLLECTIVE = Row(0, "collective", each="what the caller gives", transient=True)
-TABLE = Table("group", (COLLECTIVE,))
+COLLECTIVE = Row(0, "collective", each="what the caller gives")
+TABLE = Table("group", (COLLECTIVE,), transient=True)
 #: the call whose fact needs no content
 BARRIER = "barrier()"
 
@@ -70,6 +77,30 @@ class CollectiveWork:
 
     def progress(self) -> Payload:
         return {"why": self.leaving} if self.leaving else {}
+
+
+def answers(regroup_after: int) -> tuple[Rule, ...]:
+    """How a member answers a loss, and a node that joins: only when its caller asks for the generation after number `regroup_after`."""
+    return (partial(regroup_when_asked, regroup_after), forget_a_false_alarm)
+
+
+def regroup_when_asked(after: int, situation: Situation) -> Step | None:
+    """The caller asked for the next generation, of the living members and the nodes that wait to join.
+
+    A restarted member gets `stagger_s` to show that it is alive. Nodes do not take turns here: perhaps only some of them have asked,
+    and the turn of a node that has not asked would pass unused.
+    """
+    if situation.generation.number != after:
+        return None
+    known = {member.rank: member.incarnation for member in situation.generation.members}
+    joins, joiners = situation.view.joins, situation.joiners
+    restarted = {rank for rank in known if rank in joins and joins[rank].incarnation > known[rank]}
+    waited_s = situation.now - situation.trouble_since
+    if not restarted <= joiners.keys() and waited_s < situation.rules.limits.stagger_s:
+        return replace(situation.node, trouble_since=situation.trouble_since), ()
+    members = {**joiners, **{member.rank: member for member in situation.living}}
+    reason = lost_as_text(situation, situation.gone) or "regroup"
+    return situation.node, (Propose(successor(situation, [*members.values()], reason)),)
 
 
 # --- the objects that members exchange -----------------------------------------------------------------------------------------

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from fsbarrier.coordination.group.collective import BARRIER, TABLE, Collective, CollectiveWork
 from fsbarrier.coordination.loop import LookAgain, NodeLoop
 from fsbarrier.coordination.observer import Observer
 from fsbarrier.coordination.own_facts import refresh_listing
 from fsbarrier.coordination.poll_intervals import DICE, PollIntervals, join_factor, next_beat_s
 from fsbarrier.errors import Fenced, FsbarrierError, NodeError, OutOfStep, PeerLost, StoreError
+from fsbarrier.group.collective import BARRIER, TABLE, Collective, CollectiveWork, answers
 from fsbarrier.protocol.facts import Beat, Fact, Generation, Join, Member, Pulse
 from fsbarrier.protocol.membership import UNWRITABLE, Limits, Loss, live_joiners, losses
 from fsbarrier.protocol.state import Exit, Rules, Stage
@@ -99,7 +99,7 @@ class GroupMember:
 
     def regroup(self, after: Generation) -> None:
         """Ask for a generation after `after`, of the living members and the nodes that wait to join."""
-        self.loop.rules = replace(self.loop.rules, regroup=after.number)
+        self.loop.answers = answers(regroup_after=after.number)
         self.loop.observer.schedule.poll_now()
 
     @property
@@ -319,9 +319,12 @@ def make_member(
     store: Store, paths: RunPaths, own_start: Join, num_nodes: int, limits: Limits, beat_s: float
 ) -> GroupMember:
     """Make a member that has not joined yet. This does not touch the filesystem."""
-    rules = Rules(TABLE, num_nodes, on_node_failure="hold", limits=limits)
+    rules = Rules(TABLE, num_nodes, limits=limits)
     members_s = min(0.05 * max(1.0, num_nodes / 16), beat_s / 2)
     beats_s = min(beat_s, limits.suspect_s / 3)
     intervals = PollIntervals(members_s, beats_s, 1.5 * beat_s, limits.dead_s, join_factor(num_nodes))
     work, observer = CollectiveWork(), Observer(store, paths, TABLE, intervals)
-    return GroupMember(NodeLoop(store, observer, rules, work, own_start, lambda *_: None), work)
+    return GroupMember(
+        NodeLoop(store, observer, rules, work, own_start, lambda *_: None, answers=answers(regroup_after=0)),
+        work,
+    )
