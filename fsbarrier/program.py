@@ -5,12 +5,14 @@ phases/rl.py is an example, phases/README.md the page for authors. The state mac
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from fsbarrier.decisions import JsonRecord
 from fsbarrier.node import Node
-from fsbarrier.protocol.facts import Payload
+from fsbarrier.processes.worker_contract import MAX_NESTING, MAX_RESULT_BYTES, nesting
+from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.protocol.rows import Row, Slice, Table
 
 #: the phases of an RL iteration by number; status and the journal show these names
@@ -41,15 +43,23 @@ Result = JsonRecord | Payload | None
 RowFunction = Callable[[Node], Result]
 
 
-def value_of(returned: object, function: Callable[..., object]) -> Payload:
-    """What a row's function has returned, as a mapping. Raises TypeError."""
-    if isinstance(returned, JsonRecord):
-        return returned.as_json()
-    if returned is None or isinstance(returned, Mapping):
-        return returned or {}
-    # A callable object has no name.
-    name = getattr(function, "__name__", type(function).__name__)
-    raise TypeError(f"{name} returned {type(returned).__name__}; a row returns a record, a mapping or None")
+def value_of(returned: object, function: Callable[..., object]) -> JsonObject:
+    """What a row's function has returned, as the other nodes will read it: tuples become lists. Raises TypeError if it does not fit into a
+    fact."""
+    value = returned.as_json() if isinstance(returned, JsonRecord) else {} if returned is None else returned
+    if not isinstance(value, Mapping):
+        # A callable object has no name.
+        name = getattr(function, "__name__", type(function).__name__)
+        raise TypeError(
+            f"{name} returned {type(returned).__name__}; a row returns a record, a mapping or None"
+        )
+    written = json.dumps(value)
+    if len(written) > MAX_RESULT_BYTES:
+        raise TypeError(f"a result of {len(written)} bytes; write it to a file, and return the file's path")
+    if nesting(value) > MAX_NESTING:
+        raise TypeError(f"a result that is nested more than {MAX_NESTING} deep")
+    read: JsonObject = json.loads(written)
+    return read
 
 
 class Phase(Row[RowFunction]):

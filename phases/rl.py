@@ -36,7 +36,7 @@ from fsbarrier.node import Node, Port, Publication, Weights
 from fsbarrier.program import RL_SLICES, Phase, Program
 from fsbarrier.protocol.assign import draw_rounds, sample_tasks
 from fsbarrier.protocol.facts import JsonObject
-from fsbarrier.rollouts.rollout_spec import RefillRounds, RolloutRound, RolloutSpec
+from fsbarrier.rollouts.rollout_spec import RolloutRound, RolloutSpec
 from fsbarrier.rollouts.samples import Sampling
 from fsbarrier.rollouts.sharing import share_out, sharing_events, training_files, training_sets
 from fsbarrier.rundir.names import SPLITS
@@ -158,8 +158,7 @@ def rollout(node: Node, decision: RolloutDecision, rounds: Sequence[RolloutRound
     serve_frozen(node)
     newer = in_flight(ctx)
     spec = replace(
-        rollout_spec(ctx, decision),
-        rounds=rounds,
+        rollout_spec(ctx, decision, rounds),
         model=ctx.policy.model,
         engine=engine,
         engines=node.frozen_engines(),
@@ -204,7 +203,7 @@ def chosen(ctx: Context, devices: tuple[int, ...]) -> tuple[int, ...] | None:
     return None if len(devices) == ctx.accelerators else devices
 
 
-def rollout_spec(ctx: Context, decision: RolloutDecision) -> RolloutSpec:
+def rollout_spec(ctx: Context, decision: RolloutDecision, rounds: Sequence[RolloutRound]) -> RolloutSpec:
     """The spec of a rollout program: its tasks, when it may end, and where its results go."""
     settings, rank, split = ctx.settings.rollout, ctx.node_rank, decision.split
     ends_early = split == "train" and settings.completion_threshold < 1
@@ -215,7 +214,6 @@ def rollout_spec(ctx: Context, decision: RolloutDecision) -> RolloutSpec:
         split=split,
         policy_version=ctx.policy_version,
         policy=ctx.policy_identity,
-        tasks=decision.shares[rank],
         shares=decision.shares,
         fixed_shares=decision.fixed_shares,
         claims=ctx.paths.claims(ctx.generation, ctx.iteration, claims),
@@ -223,12 +221,12 @@ def rollout_spec(ctx: Context, decision: RolloutDecision) -> RolloutSpec:
         completion_threshold=settings.completion_threshold if ends_early else 1.0,
         grace_s=settings.grace_s,
         there=sum(len(part.tasks) for part in decision.adopted),
-        expected=decision.wanted,
         keep=decision.keep,
-        refills=None if decision.rounds is None else RefillRounds(decision.rounds, decision.with_signal),
+        refills=None if decision.rounds is None else decision.with_signal,
         part=ctx.paths.part(split, ctx.iteration, rank, ctx.generation, ctx.incarnation, ctx.policy_version),
         checkpoint=ctx.paths.rank_checkpoint(split, ctx.iteration, rank),
         sampled_how=sampled_how(ctx, split),
+        rounds=rounds,
     )
 
 

@@ -22,6 +22,7 @@ from fsbarrier.decisions import (
 from fsbarrier.loader import load_module
 from fsbarrier.node import Node
 from fsbarrier.program import RL_SLICES, Phase, Program
+from fsbarrier.rollouts.rollout_spec import RolloutRound
 from fsbarrier.rollouts.sharing import share_out
 from fsbarrier.workers.toy import ToyRollout, ToyUpdate, ToyWait
 
@@ -68,7 +69,9 @@ def rollout(node: Node, decision: RolloutDecision | None) -> RolloutReport | Non
         return None
     speeds = ctx.settings.custom.get("speeds", ())
     speed = speeds[ctx.node_rank] if ctx.node_rank < len(speeds) else 1.0
-    spec = ToyRollout(ctx.identity, rl.rollout_spec(ctx, decision), ctx.settings.toy.phase_s, speed)
+    whole = RolloutRound(decision.wanted, {}, rl.sampling_of(ctx.settings.rollout))
+    told = rl.rollout_spec(ctx, decision, [whole])
+    spec = ToyRollout(ctx.identity, told, ctx.settings.toy.phase_s, speed)
     return node.run(spec).report
 
 

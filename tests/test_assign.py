@@ -232,7 +232,7 @@ def test_what_was_sampled_otherwise_is_not_adopted() -> None:
         known = replace(ctx, settings=settings, parts_of=lambda split, iteration: (part,))
         decision = rl.decide_eval(RecordingNode(known))
         assert sum(len(one.tasks) for one in decision.adopted) == taken
-    assert rl.rollout_spec(ctx, decision).sampled_how == how
+    assert rl.rollout_spec(ctx, decision, rl.eval_rounds(ctx)).sampled_how == how
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,7 @@ PROGRAM = replace(toy, rows=tuple(replace(row, each=mine) if row.name == "train_
 """
     (tmp_path / "fails.py").write_text(own.replace("BODY", "raise KeyError('mine')"))
     (tmp_path / "returns_a_number.py").write_text(own.replace("BODY", "return 3"))
+    (tmp_path / "returns_a_set.py").write_text(own.replace("BODY", "return {'ranks': {0, 1}}"))
     (tmp_path / "bad.toml").write_text("[rollout\n")
     (tmp_path / "typo.toml").write_text("[rollout]\ntemperatur = 1\n")
     return tmp_path
@@ -306,6 +307,10 @@ CASES = {
     "program whose function returns a number": (
         "run --program ./returns_a_number.py --dry-run",
         ["phase train_rollout: TypeError: mine returned int; a row returns a record, a mapping or None"],
+    ),
+    "program whose function returns what is no JSON": (
+        "run --program ./returns_a_set.py --dry-run",
+        ["phase train_rollout: TypeError: Object of type set is not JSON serializable"],
     ),
     "data without a model": ("run --data-path data", ["--data-path without --model"]),
     "another run's policy without data": (

@@ -287,7 +287,7 @@ def test_two_nodes_have_two_sessions_together(tmp_path: Path, fake: Fake) -> Non
             "environment.command": shlex.join(command),
             "environment.sessions": 2,
         }
-        known = {"node_rank": rank, "shares": shares, "tasks": shares[str(rank)], "fixed_shares": "as asked"}
+        known = {"node_rank": rank, "shares": shares, "fixed_shares": "as asked"}
         known |= {"claims": str(tmp_path / "claims"), "sampling": {"samples": 2}}
         folder = tmp_path / f"node-{rank}"
         folder.mkdir()

@@ -92,7 +92,6 @@ def make_spec(folder: Path, url: str, prompts: list[Any], **changes: Any) -> Pat
         "policy_version": 4,
         "policy": "policy-000004.g0002:0123456789abcdef",
         "split": "train",
-        "tasks": list(range(len(prompts))),
         "shares": {"2": list(range(len(prompts)))},
         "fixed_shares": "",
         "claims": str(folder / "claims"),
@@ -100,7 +99,6 @@ def make_spec(folder: Path, url: str, prompts: list[Any], **changes: Any) -> Pat
         "completion_threshold": 1.0,
         "grace_s": 30.0,
         "there": 0,
-        "expected": list(range(len(prompts))),
         "keep": None,
         "incarnation": 1,
         "part": str(folder / "trajectories" / "part"),
@@ -254,7 +252,7 @@ def test_each_round_has_its_own_file_and_sampling(tmp_path: Path, fake: Fake) ->
         {"tasks": [0, 1], "files": {str(tmp_path / "train.jsonl"): 0}, "sampling": warm, "eval_set": "warm"},
         {"tasks": [2], "files": {str(other): 2}, "sampling": greedy, "eval_set": "greedy"},
     ]
-    tasks: dict[str, Any] = {"tasks": [0, 1, 2], "shares": {"2": [0, 1, 2]}, "expected": [0, 1, 2]}
+    tasks: dict[str, Any] = {"shares": {"2": [0, 1, 2]}}
     spec = make_spec(tmp_path, fake.url, ["ba=", "dc="], rounds=rounds, **tasks)
     done = run(spec)
     assert (done.code, done.result["groups"], done.result["trajectories"]) == (0, 3, 2 * SAMPLES + 1)
@@ -399,7 +397,7 @@ def test_an_end_in_the_middle_leaves_whole_groups_and_a_second_start_does_the_re
 
 def test_what_another_has_not_begun_is_taken_over(tmp_path: Path, fake: Fake) -> None:
     prompts = [f"{letter}a=" for letter in "abcdef"]
-    shares = {"tasks": [0, 1], "shares": {"1": [2, 3, 4, 5], "2": [0, 1]}}
+    shares = {"shares": {"1": [2, 3, 4, 5], "2": [0, 1]}}
     (tmp_path / "claims").mkdir()
     (tmp_path / "claims" / "lot-0001-000000").write_text("1 1\n")
     done = run(make_spec(tmp_path, fake.url, prompts, **shares))

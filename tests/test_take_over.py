@@ -205,12 +205,11 @@ def in_rounds(folder: Path, url: str, rank: int, **changes: Any) -> Path:
     (folder / f"node-{rank}").mkdir(parents=True)
     known = {
         "node_rank": rank,
-        "tasks": shares[str(rank)],
         "shares": shares,
         "claims": str(folder / "claims"),
     }
     known |= {"keep": 2}
-    known |= {"refills": {"rounds": [4, 4, 4], "with_signal": [0, 0, 0]}}
+    known |= {"refills": [0, 0, 0]}
     spec = make_spec(folder / f"node-{rank}", url, PROMPTS, **{**known, **changes})
     written = json.loads(spec.read_text())
     (whole,) = written["rounds"]
@@ -242,10 +241,8 @@ def test_nodes_go_on_together_until_there_is_enough(tmp_path: Path, fake: Fake) 
 def test_the_last_round_is_the_last_and_what_is_there_counts(
     tmp_path: Path, fake: Fake, keep: int, already: tuple[int, ...], rounds: int
 ) -> None:
-    changes = {"keep": keep, "refills": {"rounds": [4, 4, 4], "with_signal": already}}
-    alone = in_rounds(
-        tmp_path, fake.url, 1, **changes, tasks=[*range(12)], shares={"1": [*range(12)], "2": []}
-    )
+    changes = {"keep": keep, "refills": already}
+    alone = in_rounds(tmp_path, fake.url, 1, **changes, shares={"1": [*range(12)], "2": []})
     assert run(alone).result["rounds"] == rounds and tasks_in(alone) == list(range(4 * rounds))
 
 

@@ -48,16 +48,6 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
-class RefillRounds:
-    """The rounds of a rollout with refills, which may end after any round."""
-
-    #: number of tasks of `expected` in each round
-    rounds: Sequence[int]
-    #: number of groups with signal from an older generation, by round
-    with_signal: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
 class RolloutRound:
     """One round: its tasks on all nodes, each task file with the number of its first task, and how the tasks are sampled."""
 
@@ -87,28 +77,26 @@ class RolloutSpec(Spec[RolloutOutcome]):
     policy_version: int
     #: the policy's identity, as in `Context.policy_identity`
     policy: str
-    #: this node's share, and all nodes' shares by rank
-    tasks: Sequence[int]
+    #: the tasks with which each node begins, by rank
     shares: Mapping[int, Sequence[int]]
     #: why nodes may not take over tasks from each other; "" if they may
     fixed_shares: str
     #: the folder of the claims of this phase, and those of the previous iteration
     claims: Path
     old_claims: Sequence[Path]
-    #: the share of `expected` that is enough; 1: wait for all tasks
+    #: the share of the tasks that is enough; 1: wait for all tasks
     completion_threshold: float
     grace_s: float
     #: number of groups done by an older generation
     there: int
-    #: the tasks of all nodes
-    expected: Sequence[int]
     #: maximum number of groups that the merge keeps; None: all
     keep: int | None
     part: Path
     #: final path of the finished part
     checkpoint: Path
-    #: None: all rounds take place
-    refills: RefillRounds | None = None
+    #: the rounds after the first are refills, and the phase may end after any round: the number of groups with signal from an older
+    #: generation, by round; None: all rounds take place
+    refills: Sequence[int] | None = None
     #: a digest of everything that determines how tasks are answered
     sampled_how: str = ""
     rounds: Sequence[RolloutRound] = ()
@@ -121,6 +109,16 @@ class RolloutSpec(Spec[RolloutOutcome]):
     in_flight: bool = False
     #: the folder for the logs of environments
     log_dir: Path = Path()
+
+    @property
+    def tasks(self) -> Sequence[int]:
+        """This node's share."""
+        return self.shares[self.identity.node_rank]
+
+    @property
+    def expected(self) -> list[int]:
+        """The tasks of all nodes, in the order in which they are begun."""
+        return [task for one in self.rounds for task in one.tasks]
 
     @property
     def origin(self) -> Origin:
@@ -182,13 +180,13 @@ class RolloutSpec(Spec[RolloutOutcome]):
             return None
         assert self.keep is not None
         ranks = [rank for rank, share in self.shares.items() if share]
-        return Refills(self.claims, self.identity.node_rank, ranks, self.refills.with_signal, self.keep)
+        return Refills(self.claims, self.identity.node_rank, ranks, self.refills, self.keep)
 
     def header(self) -> dict[str, object]:
         """The part file's header. `expected`: lets a merge by hand name the tasks of a node that left no file."""
         keep = {"keep": self.keep} if self.keep else {}
-        rounds = {"rounds": list(self.refills.rounds)} if self.refills else {}
-        return {**asdict(self.origin), "expected": list(self.expected), **keep, **rounds}
+        rounds = {} if self.refills is None else {"rounds": [len(one.tasks) for one in self.rounds]}
+        return {**asdict(self.origin), "expected": self.expected, **keep, **rounds}
 
     def publish_part(self) -> None:
         """Link the finished part to its final name. Raises OSError, and ProgramFailed if a newer generation exists.

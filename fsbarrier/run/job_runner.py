@@ -21,7 +21,6 @@ A job ends in one of four ways:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,7 +31,6 @@ from fsbarrier.context import Context
 from fsbarrier.coordination.observer import Observer
 from fsbarrier.errors import FsbarrierError, NodesRefused, ProgramFailed, StoreError, TooFewNodes
 from fsbarrier.processes.failure_reason import only_noticed
-from fsbarrier.processes.worker_contract import MAX_NESTING, MAX_RESULT_BYTES, nesting
 from fsbarrier.program import Program, value_of
 from fsbarrier.protocol.facts import JsonObject, Payload
 from fsbarrier.protocol.state import Node, RowPart, WorkReport
@@ -122,8 +120,8 @@ class JobRunner:
             context = self._begin(node, job)
             function = context.phase.each if part is RowPart.EACH else context.phase.leader
             assert function is not None
-            returned = value_of(function(WorkingNode(context, job, self.workplace)), function)
-            value, ok = {**_checked(returned), **job.times}, True
+            returned = function(WorkingNode(context, job, self.workplace))
+            value, ok = {**value_of(returned, function), **job.times}, True
         except Cancelled:
             return
         except NodeUnfit as error:
@@ -194,17 +192,6 @@ class JobRunner:
         return [
             {"event": "nodes_differ", "what": problem.what, "found": problem.found} for problem in noticed
         ]
-
-
-def _checked(value: Payload) -> JsonObject:
-    """Return a result as the other nodes will read it: tuples become lists. Raises TypeError if it does not fit into a fact."""
-    written = json.dumps(value)
-    if len(written) > MAX_RESULT_BYTES:
-        raise TypeError(f"a result of {len(written)} bytes; write it to a file, and return the file's path")
-    if nesting(value) > MAX_NESTING:
-        raise TypeError(f"a result that is nested more than {MAX_NESTING} deep")
-    read: JsonObject = json.loads(written)
-    return read
 
 
 def _code_of(error: Exception) -> int:

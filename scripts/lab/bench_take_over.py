@@ -19,7 +19,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fsbarrier.protocol.assign import split_by_weight
-from fsbarrier.rollouts.rollout_spec import RolloutSpec
+from fsbarrier.rollouts.rollout_spec import RolloutRound, RolloutSpec
+from fsbarrier.rollouts.samples import Sampling
 from fsbarrier.settings.sections import Settings
 from fsbarrier.specs import Identity
 from fsbarrier.trajectories import scan_rank_file
@@ -115,7 +116,6 @@ def toy_spec(
         split="train",
         policy_version=0,
         policy="start",
-        tasks=list(shares[rank]),
         shares=dict(enumerate(shares)),
         fixed_shares="",
         claims=folder / "claims",
@@ -123,10 +123,10 @@ def toy_spec(
         completion_threshold=1.0,
         grace_s=0.0,
         there=0,
-        expected=[task for share in shares for task in share],
         keep=None,
         part=folder / "train_trajectories" / f"{name}.g0001i0001.part",
         checkpoint=folder / "train_trajectories" / name,
+        rounds=[RolloutRound([task for share in shares for task in share], {}, Sampling(1, 1.0, 1.0, -1, 1))],
     )
     return {
         **ToyRollout(identity, rollout, seconds, speed).as_json(),

@@ -261,7 +261,8 @@ def describe(record: RunRecord, settings: Settings) -> Iterator[tuple[int, int, 
 
 
 def _called(function: RowFunction, context: Context) -> tuple[list[str], Payload]:
-    """What a row's function would do, and what it returns. Raises UsageError if the function, which may be the user's, fails."""
+    """What a row's function would do, and what it returns, as the other nodes would read it. Raises UsageError if the function, which may
+    be the user's, fails."""
     node = DescribingNode(context)
     try:
         value = value_of(function(node), function)
@@ -271,7 +272,7 @@ def _called(function: RowFunction, context: Context) -> tuple[list[str], Payload
         where = f"--program {context.settings.program}: phase {context.phase.name}"
         raise UsageError(f"{where}: {type(error).__name__}: {error}") from None
     if value and not node.lines:
-        text = json.dumps(value, default=str)
+        text = json.dumps(value)
         node.lines.append(
             f"decide {text if len(text) <= SHOWN_CHARACTERS else f'{text[:SHOWN_CHARACTERS]}...'}"
         )

@@ -326,7 +326,7 @@ def _tasks_of_rounds(spec: RolloutSpec) -> tuple[Sequence[int], int | None]:
     """
     if spec.refills is None:
         return spec.tasks, None
-    sizes = spec.refills.rounds
+    sizes = [len(one.tasks) for one in spec.rounds]
     rounds = 1 + (spec.identity.generation + spec.identity.iteration) % len(sizes)
     wanted = spec.expected[: sum(sizes[:rounds])]
     return [task for task in spec.tasks if task in wanted], rounds
