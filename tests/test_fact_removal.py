@@ -70,12 +70,12 @@ def test_a_member_gives_its_part_before_it_cleans_up(tmp_path: Path) -> None:
     here = Join(0, 0, "host0", 1, "boot")
     member = make_member(Noting(), RunPaths(tmp_path), here, 1, Limits(6.0, 15.0, 4.0), 2.0)
     member.begin(0.0)
-    settle(member.look, 0.1)
+    settle(member.tick, 0.1)
     generation = member.generation
     assert generation is not None
     for number in range(1, 5):
         member.work.asked = Collective(generation, Position(number, 0), "barrier()", None, ())
-        settle(member.look, float(number))
+        settle(member.tick, float(number))
         assert member.outcome(member.work.asked) == ()
     assert done == [f"made iter-{n:06d}" for n in (1, 2, 3, 4)] + ["removed iter-000001"]
 

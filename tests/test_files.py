@@ -324,10 +324,10 @@ def life(mount: FailingMount) -> NodeLife:
 
 def test_a_failing_mount_is_tried_again_for_the_time_of_an_outage(mount: FailingMount) -> None:
     node, mount.fails = life(mount), True
-    node.look(100.0)
-    node.look(100.0 + OUTAGE_S - 0.1)
+    node.tick(100.0)
+    node.tick(100.0 + OUTAGE_S - 0.1)
     assert mount.exit is None
-    node.look(100.0 + OUTAGE_S)
+    node.tick(100.0 + OUTAGE_S)
     assert mount.exit.code == 3 and re.match(r"node 2: .* has failed for 10 s", mount.exit.reason)
 
 
@@ -335,7 +335,7 @@ def test_errors_with_good_looks_between_them_are_no_outage(mount: FailingMount) 
     node = life(mount)
     for now in range(0, 100, 6):
         for mount.fails in (True, False):
-            node.look(now + 1.0 - mount.fails)
+            node.tick(now + 1.0 - mount.fails)
             assert node.failing is mount.fails
     assert mount.exit is None
 

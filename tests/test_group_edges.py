@@ -174,7 +174,7 @@ class Trio:
             member = self.members[rank]
             member.loop.write_beat(member.loop.beat(), self.now)
         for rank in ranks or (0, 1, 2):
-            settle(self.members[rank].look, self.now)
+            settle(self.members[rank].tick, self.now)
             asked = self.members[rank].work.asked
             if asked is not None and rank not in self.ends:
                 try:
@@ -262,7 +262,7 @@ def test_whoever_could_not_give_its_part_until_its_generation_was_removed_is_fen
         outage.setattr(type(member.loop.store), "put", failing)
         trio.call(0, 1)
         with pytest.raises(OSError, match="the mount fails"):
-            settle(member.look, trio.now)
+            settle(member.tick, trio.now)
     # Meanwhile the others have gone on without it.
     for number in (2, 3):
         members = tuple(one for one in first.members if one.rank != 0)
@@ -271,7 +271,7 @@ def test_whoever_could_not_give_its_part_until_its_generation_was_removed_is_fen
         )
     shutil.rmtree(paths.facts_of(1))
     with pytest.raises(fsbarrier.Fenced):
-        settle(member.look, trio.now + 0.5)
+        settle(member.tick, trio.now + 0.5)
 
 
 def test_whoever_leaves_before_a_collective_is_lost_all_the_same(tmp_path: Path) -> None:

@@ -285,7 +285,7 @@ def test_who_has_no_room_to_publish_lives(tmp_path: Path) -> None:
             store.full = 20 <= second < 60
             for life in lives:
                 for _ in range(10):
-                    life.look(float(second))
+                    life.tick(float(second))
                 life.beat(float(second))
             if second == 21:
                 assert [text[:40] for text in said] == [
@@ -308,7 +308,7 @@ def test_a_leader_that_is_always_busy_looks_between_any_two_actions(tmp_path: Pa
     store.slow = True
     while loop.exit is None:
         looks.append(store.now)
-        life.look(store.now)
+        life.tick(store.now)
         before = loop.counter
         life.beat(store.now)
         assert loop.counter == before + 1

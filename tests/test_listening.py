@@ -25,7 +25,7 @@ from fsbarrier.cli.start.node_checks import private_network_problem
 from fsbarrier.context import Span
 from fsbarrier.engine import span as spans
 from fsbarrier.engine.frozen import FrozenEngine
-from fsbarrier.engine.span import Door
+from fsbarrier.engine.span import HeadListener
 from fsbarrier.network import listening
 from fsbarrier.network.listening import LOOPBACK, listen
 from fsbarrier.processes.supervisor import Child
@@ -148,8 +148,8 @@ def test_whoever_comes_without_the_key_holds_up_nobody(said: bytes, monkeypatch:
     monkeypatch.setattr(spans, "HELLO_S", 3600.0)
     nodes = ((0, 1), (1, 1))
     held = listen(LOOPBACK)
-    door = Door(held)
-    port, key = door.offer["port"], str(door.offer["key"])
+    head_listener = HeadListener(held)
+    port, key = head_listener.offer["port"], str(head_listener.offer["key"])
     silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(8)]
     for one in silent:
         try:
@@ -159,7 +159,10 @@ def test_whoever_comes_without_the_key_holds_up_nobody(said: bytes, monkeypatch:
     over = threading.Event()
     with ThreadPoolExecutor() as pool:
         head = pool.submit(
-            door.gather, Span(nodes, 0, LOOPBACK, port, key, (1, 1, 1)), time.monotonic() + 60, over.is_set
+            head_listener.gather,
+            Span(nodes, 0, LOOPBACK, port, key, (1, 1, 1)),
+            time.monotonic() + 60,
+            over.is_set,
         )
         link, meeting = spans.meet(
             Span(nodes, 1, LOOPBACK, port, key, (1, 1, 1)), time.monotonic() + 60, over.is_set

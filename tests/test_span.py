@@ -28,7 +28,7 @@ from fsbarrier.context import POLICY, Span
 from fsbarrier.engine import command
 from fsbarrier.engine.engine import Engine, EngineInfo
 from fsbarrier.engine.placement import placements
-from fsbarrier.engine.span import Door, Meeting
+from fsbarrier.engine.span import HeadListener, Meeting
 from fsbarrier.errors import ProgramFailed, TooFewNodes, UsageError
 from fsbarrier.network.listening import LOOPBACK, listen
 from fsbarrier.protocol.facts import Join, Member
@@ -131,8 +131,8 @@ class Pair:
         python, chosen = stand_in(folder), {"engine.nodes": 2, "engine.tensor_parallel_size": 2}
         settings = resolve([], chosen, cross_checks=False).engine
         self.listening = listen(LOOPBACK)
-        door = Door(self.listening)
-        offer = door.offer
+        head_listener = HeadListener(self.listening)
+        offer = head_listener.offer
         self.span = Span(((3, 1), (4, 2)), 0, LOOPBACK, int(offer["port"]), str(offer["key"]), (1, 1, 2))
         self.turns = itertools.count()
         self.head, self.part = self.engines = [
@@ -141,7 +141,7 @@ class Pair:
                 log_file=folder / f"log{n}",
                 work_dir=folder / f"work{n}",
                 python=python,
-                door=door if n == 0 else None,
+                head_listener=head_listener if n == 0 else None,
             )
             for n in (0, 1)
         ]

@@ -139,7 +139,7 @@ def test_a_node_that_cannot_read_a_record_gives_up_in_the_end(tmp_path: Path) ->
     for second in range(int(loop.observer.intervals.outage_s) + 1):
         assert loop.exit is None
         life.beat(float(second))
-        life.look(float(second))
+        life.tick(float(second))
     assert loop.exit is not None and loop.exit.code == 3
     assert "has failed for 120 s" in loop.exit.reason and "gen-000001.json" in loop.exit.reason
     assert loop.observer.beaten_at is not None and loop.observer.beaten_at < 10.0

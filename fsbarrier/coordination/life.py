@@ -66,7 +66,7 @@ class NodeLife:
         """Whether the filesystem failed in the last look."""
         return self._failing_since is not None
 
-    def look(self, now: float) -> float:
+    def tick(self, now: float) -> float:
         """Look, decide and act; returns the pause before the next look. If this node has to end, `loop.exit` is set.
 
         A failing filesystem is tried again for `outage_s`. The others may declare this node lost meanwhile. If the filesystem fails for

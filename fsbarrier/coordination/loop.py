@@ -105,13 +105,12 @@ class NodeLoop:
     write_event: WriteEvent
     #: called with the time that this node's work took; `phase_finished` includes it
     note_work: Callable[[PhaseTime], None] = lambda time: None
-    #: the rules of a client that answers a loss or a joining node in its own way; None: those of a run
+    #: a client's own rules in place of RUN_ANSWERS
     answers: Sequence[Rule] | None = None
     node: Node = field(init=False)
     exit: Exit | None = None
     #: the error of writing the status beside the last heartbeat; None if it was written
     unwritable: OSError | None = None
-    #: the counter of the last heartbeat
     counter: int = 0
     last_generation: LastGeneration = field(init=False)
     #: The incarnation that heartbeats may name: the last one whose join record certainly belongs to this process. While this node
@@ -166,7 +165,7 @@ class NodeLoop:
         The look comes first, so a node that cannot write still sees what the others do, and its heartbeats continue.
         """
         if self._pending:
-            self.observer.look(self.node, now)
+            self.observer.read_due(self.node, now)
         elif (actions := self._decide(now)) is not None:
             self._pending.extend(actions)
         else:

@@ -75,19 +75,19 @@ class Observer:
         for directory in self.paths.listed:
             self.store.make_dir(directory)
         self.read_beats()
-        self.registry.look()
+        self.registry.read_new()
 
-    def look(self, node: Node, now: float, *, at_row: bool = False) -> None:
-        """Look at what is due at `now`, and with `at_row` at the node's row. Raises OSError when the filesystem fails, and also when this
+    def read_due(self, node: Node, now: float, *, at_row: bool = False) -> None:
+        """Read what is due at `now`, and with `at_row` the node's row. Raises OSError when the filesystem fails, and also when this
         node has not been able to write heartbeats for `dead_s`: then it cannot take part, and the others go on."""
         if self._saw_everything:
             # The last look was complete, and nothing has hung since then: this node is looking again.
             self.looked_at = now
         self._saw_everything = False
-        self._look_around(node, now)
+        self._read_around(node, now)
         try:
             if at_row:
-                self.row.look(node)
+                self.row.read(node)
         except OSError:
             # A newer generation's decision does not wait for a fact of this one that cannot be read.
             if self.registry.newest_known <= node.place[0].number:
@@ -99,9 +99,9 @@ class Observer:
 
     def view(self, node: Node, now: float, work: WorkReport | None = None) -> View:
         """What the node sees at `now`. While its own `work` has a report, the row is not listed, since the node publishes the result first.
-        Returns the same object as last time if nothing is new and only the row was due. Raises the errors of `look`."""
+        Returns the same object as last time if nothing is new and only the row was due. Raises the errors of `read_due`."""
         watches = work is None and node.generation is not None and node.part in WATCHING
-        self.look(node, now, at_row=watches)
+        self.read_due(node, now, at_row=watches)
         if self.row.news or work is not None:
             self.last_view, self.row.news = None, False
         if self.last_view is not None:
@@ -120,13 +120,13 @@ class Observer:
         )
         return self.last_view
 
-    def _look_around(self, node: Node, now: float) -> None:
+    def _read_around(self, node: Node, now: float) -> None:
         """Look at generations, joins, stop requests and heartbeats, as far as they are due."""
         if self.schedule.follow(node, now):
             self.last_view = None
         if now >= self.schedule.records_due:
             self.last_view = None
-            self.registry.look()
+            self.registry.read_new()
             self.schedule.records_seen(node, now)
         if now >= self.schedule.beats_due:
             self.last_view = None

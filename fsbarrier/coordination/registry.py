@@ -40,7 +40,7 @@ class Registry:
         listed = GENERATION.parse_all(self.store.names(self.paths.generations))
         return max([*listed, self.newest_known])
 
-    def look(self) -> None:
+    def read_new(self) -> None:
         """List the directories and read what is new. Raises OSError, also while the newest generation cannot be read."""
         newest = self.newest_number()
         if newest > self.newest_known and not self.read_generation(newest):

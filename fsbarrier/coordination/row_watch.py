@@ -58,7 +58,7 @@ class RowWatch:
     #: whether a look has shown something that the last view does not have
     news: bool = False
 
-    def look(self, node: Node) -> None:
+    def read(self, node: Node) -> None:
         """List the folder of the node's row, and read failures and the leader's fact in it. Raises OSError."""
         generation, position = node.place
         row = self.listing

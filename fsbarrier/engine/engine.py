@@ -43,7 +43,7 @@ from fsbarrier.engine.model import ModelFolder, inspect, parser_of
 from fsbarrier.engine.own_head import with_own_head
 from fsbarrier.engine.placement import ANYWHERE, Placement, placed
 from fsbarrier.engine.server import LOOKS, Server
-from fsbarrier.engine.span import Door, Link, Meeting, meet
+from fsbarrier.engine.span import HeadListener, Link, Meeting, meet
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.processes.limits import memory_bytes
 from fsbarrier.rundir.known_logprobs import KnownLogprobs
@@ -104,7 +104,7 @@ class Engine:
         secrets_named: Collection[str | None] = (),
         served_name: str = command.SERVED_NAME,
         api_key: str = "",
-        door: Door | None = None,
+        head_listener: HeadListener | None = None,
         tool_parser: str | None = None,
     ) -> None:
         # None: the parser that fits the model.
@@ -121,7 +121,7 @@ class Engine:
         self._lock = threading.RLock()
         self._stopping = threading.Event()
         # The listener for the other nodes of this engine, and those nodes; None: the engine runs on this node alone.
-        self._door = door
+        self._head_listener = head_listener
         self._span: Span | None = None
         # Whether the models of this run can be reloaded in place; None: no reload has been compared with the trainer yet.
         self._reloads: bool | None = None
@@ -162,8 +162,8 @@ class Engine:
                     server, action, note = self._bring_to(
                         model, policy_version, deadline, cancel, in_flight, known
                     )
-                    if span is not None and server.bond is not None:
-                        server.bond.say_serving(span.turn)
+                    if span is not None and server.peers is not None:
+                        server.peers.send_serving(span.turn)
                 client, pid, name = server.client, server.child.pid, self._served_name
             seconds = time.monotonic() - begin
             return EngineInfo(client.url, client.api_key, name, policy_version, pid, seconds, action, note)
@@ -290,8 +290,8 @@ class Engine:
         Raises ProgramFailed. The server is then stopped, unless the comparison was cancelled: then it stays, and serves nothing yet.
         """
         links, meeting = list[Link](), None
-        if self._span is not None and self._door is not None:
-            links, meeting = self._door.gather(self._span, deadline, self._called_off(cancel))
+        if self._span is not None and self._head_listener is not None:
+            links, meeting = self._head_listener.gather(self._span, deadline, self._called_off(cancel))
         server = self._launch(self._as_served(model, policy_version), links, meeting)
         label = None if self._frozen else policy_version
         problem = server.wait_until_it_answers(deadline, cancel, label)
@@ -314,12 +314,12 @@ class Engine:
         while True:
             server = self._server
             if server is None or server.child.poll() is not None:
-                if server is not None and server.bond is not None and not server.bond.broken:
+                if server is not None and server.peers is not None and not server.peers.broken:
                     self._server = None
                     raise ProgramFailed(server.how_it_ended())
                 link, meeting = meet(span, deadline, called_off)
                 server = self._launch(model, [link], meeting)
-            if server.bond is not None and server.bond.serving == [*span.turn]:
+            if server.peers is not None and server.peers.serving == [*span.turn]:
                 return server
             if called_off() or time.monotonic() >= deadline:
                 message = server.failure_text("does not serve in time (engine.start_timeout_s)")

@@ -23,7 +23,7 @@ from fsbarrier.engine.accelerators import Accelerator
 from fsbarrier.engine.command import SERVED_NAME
 from fsbarrier.engine.engine import Engine, EngineInfo, Release
 from fsbarrier.engine.placement import Placement, placements
-from fsbarrier.engine.span import Door
+from fsbarrier.engine.span import HeadListener
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.rundir.known_logprobs import KnownLogprobs
 from fsbarrier.settings.sections import ServerSettings
@@ -45,18 +45,18 @@ class Replicas:
         python: str = sys.executable,
         secrets_named: Collection[str | None] = (),
         frozen: str = "",
-        door: Door | None = None,
+        head_listener: HeadListener | None = None,
         tool_parser: str | None = None,
     ) -> None:
         """`devices`: the accelerators that this node may use. `secrets_named`: variables with secrets, which the servers do not get.
-        `frozen`: the name of a frozen engine, whose replicas share one key; "": these serve the policy. `door`: the listener for the
-        other nodes, if an engine spans several.
+        `frozen`: the name of a frozen engine, whose replicas share one key; "": these serve the policy. `head_listener`: where
+        the other nodes of an engine connect, if it spans several.
 
         Raises UsageError if there are too few accelerators.
         """
         self.settings, self._external, self._devices = settings, external, devices
         self.frozen, self._group = frozen, f"engines.{frozen}" if frozen else "engine"
-        self.door = door
+        self.head_listener = head_listener
         self.api_key = secrets.token_urlsafe(24) if frozen else ""
         self._chosen: Sequence[int] | None = None
 
@@ -71,7 +71,7 @@ class Replicas:
                 secrets_named=secrets_named,
                 served_name=frozen or SERVED_NAME,
                 api_key=self.api_key,
-                door=door,
+                head_listener=head_listener,
                 tool_parser=tool_parser,
             )
 

@@ -21,7 +21,7 @@ from fsbarrier.engine.client import CalledOff, EngineClient, Refused, Unreachabl
 from fsbarrier.engine.model import ModelFolder
 from fsbarrier.engine.openai_http import UNIX, given_logprobs
 from fsbarrier.engine.own_head import KNOWN
-from fsbarrier.engine.span import Bond, Link
+from fsbarrier.engine.span import Link, PeerLinks
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.processes import failure_reason
 from fsbarrier.processes.supervisor import Child
@@ -64,7 +64,7 @@ class Server:
     serving: tuple[Path, int] | None = None
     asleep: bool = False
     # The connections to its parts on other nodes; None: it runs on this node alone.
-    bond: Bond | None = None
+    peers: PeerLinks | None = None
 
     @classmethod
     def launch(
@@ -102,7 +102,7 @@ class Server:
             accelerators_before=accelerators_before,
             can_sleep=plan.sleeps,
             stopping=stopping,
-            bond=Bond(child, links) if links else None,
+            peers=PeerLinks(child, links) if links else None,
         )
 
     def wait_until_it_answers(self, deadline: float, cancel: threading.Event, label: int | None) -> str:
@@ -137,7 +137,7 @@ class Server:
         return self.failure_text(self._end(code))
 
     def _end(self, code: int) -> str:
-        broken = self.bond is not None and self.bond.broken
+        broken = self.peers is not None and self.peers.broken
         return (
             "was ended because its part on another node ended"
             if broken

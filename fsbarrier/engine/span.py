@@ -58,11 +58,11 @@ class Link:
         for option, value in KEEP_ALIVE:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
-    def say(self, what: JsonObject) -> None:
+    def send(self, message: JsonObject) -> None:
         with contextlib.suppress(OSError):
-            self.connection.sendall(json.dumps(what).encode() + b"\n")
+            self.connection.sendall(json.dumps(message).encode() + b"\n")
 
-    def hear(self, timeout_s: float) -> JsonObject | None:
+    def receive(self, timeout_s: float) -> JsonObject | None:
         """Receive the next object; None: nothing has come within `timeout_s`, or the connection has ended."""
         if b"\n" not in self._received and select.select([self.connection], [], [], timeout_s)[0]:
             data = b""
@@ -75,16 +75,16 @@ class Link:
             return None
         self._received = rest
         try:
-            heard = parse_object(line)
+            received = parse_object(line)
         except NotJson:
             self.ended = True
-        return None if self.ended else heard
+        return None if self.ended else received
 
     def close(self) -> None:
         self.connection.close()
 
 
-class Door:
+class HeadListener:
     """The head's listener, to which the other nodes of its engine connect."""
 
     def __init__(self, listening: Sequence[socket.socket]) -> None:
@@ -99,51 +99,57 @@ class Door:
         self, span: Span, deadline: float, called_off: Callable[[], bool]
     ) -> tuple[list[Link], Meeting]:
         """Wait until all other nodes have connected, and tell them where vLLM's processes meet. Raises ProgramFailed."""
-        came: dict[int, tuple[Link, list[str]]] = {}
-        guests: list[tuple[Link, float]] = []
+        arrived: dict[int, tuple[Link, list[str]]] = {}
+        unidentified: list[tuple[Link, float]] = []
         for _ in _until(deadline, called_off):
-            if len(came) == len(span.nodes) - 1:
+            if len(arrived) == len(span.nodes) - 1:
                 break
-            waiting = [*self._listening, *(link.connection for link, _ in guests)]
-            for one in set(select.select(waiting, [], [], SLICE_S)[0]) & {*self._listening}:
-                guests += self._accept(one)
+            waiting = [*self._listening, *(link.connection for link, _ in unidentified)]
+            for listener in set(select.select(waiting, [], [], SLICE_S)[0]) & {*self._listening}:
+                unidentified += self._accept(listener)
             # If too many have not identified themselves, the oldest are closed and must connect again.
-            guests, crowded = guests[-MOST_WITHOUT_KEY:], guests[:-MOST_WITHOUT_KEY]
+            unidentified, crowded = unidentified[-MOST_WITHOUT_KEY:], unidentified[:-MOST_WITHOUT_KEY]
             for link, _ in crowded:
                 link.close()
-            for guest in [*guests]:
-                if (proven := self._hello(*guest, span)) is not None:
-                    guests.remove(guest)
-                    came |= proven
-            for link, _ in came.values():
-                link.hear(0)
+            for connected in [*unidentified]:
+                if (identified := self._hello(*connected, span)) is not None:
+                    unidentified.remove(connected)
+                    arrived |= identified
+            for link, _ in arrived.values():
+                link.receive(0)
             # Forget nodes whose connection has ended in the meantime. They connect again.
-            came = {place: known for place, known in came.items() if not known[0].ended}
-        for link, _ in guests:
+            arrived = {place: known for place, known in arrived.items() if not known[0].ended}
+        for link, _ in unidentified:
             link.close()
-        if len(came) < len(span.nodes) - 1:
-            missing = [str(rank) for place, (rank, _) in enumerate(span.nodes) if place and place not in came]
+        if len(arrived) < len(span.nodes) - 1:
+            missing = [
+                str(rank) for place, (rank, _) in enumerate(span.nodes) if place and place not in arrived
+            ]
             raise ProgramFailed(
                 f"engine.nodes={len(span.nodes)}: node {', '.join(missing)} did not come in time (engine.start_timeout_s)"
             )
-        address = next((a for a in span.addresses if all(a in reached for _, reached in came.values())), None)
+        address = next(
+            (a for a in span.addresses if all(a in reached for _, reached in arrived.values())), None
+        )
         if address is None:
-            tried = "; ".join(f"node {span.nodes[n][0]} reached {r or 'none'}" for n, (_, r) in came.items())
+            tried = "; ".join(
+                f"node {span.nodes[n][0]} reached {r or 'none'}" for n, (_, r) in arrived.items()
+            )
             raise ProgramFailed(
                 f"no address of node {span.nodes[0][0]} is reached by all of its engine: {tried}"
             )
         # Only find a free port here. vLLM opens it itself a moment later.
-        held = listen((address,))
-        port = port_of(held[0])
-        for one in held:
-            one.close()
+        listeners = listen((address,))
+        port = port_of(listeners[0])
+        for listener in listeners:
+            listener.close()
         meeting = Meeting(len(span.nodes), 0, address, port, address, secrets.randbits(31))
-        for link, _ in came.values():
-            link.say(asdict(meeting))
-        return [link for link, _ in came.values()], meeting
+        for link, _ in arrived.values():
+            link.send(asdict(meeting))
+        return [link for link, _ in arrived.values()], meeting
 
     def _accept(self, listening: socket.socket) -> list[tuple[Link, float]]:
-        """A new connection with its deadline to identify itself; [] if it comes from another user of this machine."""
+        """A new connection with its deadline to identify itself; [] if another user of this machine made it."""
         # The client may have gone already, or this process may lack descriptors for now.
         with contextlib.suppress(OSError):
             connection = listening.accept()[0]
@@ -154,13 +160,13 @@ class Door:
 
     def _hello(self, link: Link, until: float, span: Span) -> dict[int, tuple[Link, list[str]]] | None:
         """The place of a node of this engine, with the addresses it reached; {} if it is no such node; None: nothing has come yet."""
-        match link.hear(0):
+        match link.receive(0):
             case {"key": str(key), "nodes": nodes, "place": int(place), "reached": [*reached]} if (
                 same_key(key, self._key)
                 and nodes == [list(n) for n in span.nodes]
                 and 0 < place < len(span.nodes)
             ):
-                return {place: (link, [str(one) for one in reached])}
+                return {place: (link, [str(address) for address in reached])}
             case None if not link.ended and time.monotonic() < until:
                 return None
         link.close()
@@ -176,12 +182,12 @@ def meet(span: Span, deadline: float, called_off: Callable[[], bool]) -> tuple[L
             reached = reachable(span.addresses, span.port)
             with contextlib.suppress(OSError, IndexError):
                 link = Link(socket.create_connection((reached[0], span.port), timeout=HELLO_S))
-                nodes = [list(one) for one in span.nodes]
-                link.say({"key": span.key, "nodes": nodes, "place": span.place, "reached": reached})
-        elif (told := link.hear(SLICE_S)) is not None:
+                nodes = [list(node) for node in span.nodes]
+                link.send({"key": span.key, "nodes": nodes, "place": span.place, "reached": reached})
+        elif (reply := link.receive(SLICE_S)) is not None:
             own = str(link.connection.getsockname()[0])
             with contextlib.suppress(msgspec.ValidationError):
-                return link, msgspec.convert({**told, "place": span.place, "own_address": own}, Meeting)
+                return link, msgspec.convert({**reply, "place": span.place, "own_address": own}, Meeting)
             # Another program listens there.
             link.close()
             link = None
@@ -196,7 +202,7 @@ def _until(deadline: float, called_off: Callable[[], bool]) -> Iterator[None]:
         yield
 
 
-class Bond:
+class PeerLinks:
     """Watches the links to the other nodes of an engine, and ends this node's server when another node's has ended."""
 
     def __init__(self, child: Child, links: Sequence[Link]) -> None:
@@ -205,17 +211,17 @@ class Bond:
         self.serving: object = None
         #: whether another node's server ended before this one
         self.broken = False
-        threading.Thread(target=self._watch, name="bond", daemon=True).start()
+        threading.Thread(target=self._watch, name="peer-links", daemon=True).start()
 
-    def say_serving(self, turn: tuple[int, int, int]) -> None:
+    def send_serving(self, turn: tuple[int, int, int]) -> None:
         for link in self._links:
-            link.say({"serving": turn})
+            link.send({"serving": turn})
 
     def _watch(self) -> None:
         while self._child.poll() is None and not self.broken:
             for link in self._links:
-                if (heard := link.hear(SLICE_S)) is not None:
-                    self.serving = heard.get("serving")
+                if (message := link.receive(SLICE_S)) is not None:
+                    self.serving = message.get("serving")
                 self.broken = self.broken or link.ended
         for link in self._links:
             link.close()

@@ -255,7 +255,7 @@ class Group:
 
     def _look_until_idle(self, now: float) -> LookAgain:
         """Run ticks until nothing is left to do. That is soon in a group, since only this caller's next call begins another row."""
-        while (again := self._member.look(now)) is LookAgain.NOW:
+        while (again := self._member.tick(now)) is LookAgain.NOW:
             now = self._clock()
         return again
 

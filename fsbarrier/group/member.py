@@ -69,7 +69,7 @@ class GroupMember:
         self._earlier_beats = beats
         self.loop.start(now)
 
-    def look(self, now: float) -> LookAgain:
+    def tick(self, now: float) -> LookAgain:
         """Run one tick; returns when to run the next. Raises OSError, and the error that ended the membership."""
         # A tick may fail after the node has left its generation.
         self._entered = self._entered or self.generation is not None

@@ -1,6 +1,6 @@
 """A helper process that announces the death of a killed daemon at once, by renaming its last heartbeat.
 
-    python -I -S fsbarrier/processes/death_notice.py < a pipe from the daemon          (`Epitaph` starts it)
+    python -I -S fsbarrier/processes/death_notice.py < a pipe from the daemon          (`DeathNotice` starts it)
 
 The kernel closes the pipe when the daemon has ended, also by SIGKILL, but not while the daemon is stopped or hangs in a call. Before each
 heartbeat the daemon writes a line: the heartbeat's name, and the name it gets if the daemon dies now. The daemon never waits for this
@@ -20,7 +20,7 @@ if TYPE_CHECKING or __name__ != "__main__":
     from pathlib import Path
 
 
-class Epitaph:
+class DeathNotice:
     """The daemon's side. If the helper is missing, the others detect a death by missing heartbeats."""
 
     def __init__(self) -> None:

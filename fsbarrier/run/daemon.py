@@ -37,7 +37,7 @@ from fsbarrier.errors import (
 from fsbarrier.loader import load_program
 from fsbarrier.network.listening import LOOPBACK, listen
 from fsbarrier.network.this_host import boot_id, candidate_addresses, host_name, user_at_host
-from fsbarrier.processes.death_notice import Epitaph
+from fsbarrier.processes.death_notice import DeathNotice
 from fsbarrier.processes.signals import ending_signals_handled
 from fsbarrier.protocol.facts import Beat, Join, Payload
 from fsbarrier.protocol.membership import JOIN_TIMEOUT_S, epitaph
@@ -98,7 +98,7 @@ class Daemon:
         self.record, self.settings = record, record.settings
         settings = record.settings
         self._signal: int | None = None
-        self._epitaph = Epitaph()
+        self._death_notice = DeathNotice()
         self._say_awaited_at = time.monotonic() + SAY_AWAITED_S
         self._ended = threading.Event()
         self._program = program = load_program(settings.program)
@@ -121,7 +121,7 @@ class Daemon:
         join = describe_start(rank, until, choices, stated, digest=one_digest(code), fingerprint=fingerprint)
         offered = {name: engine.offer for name, engine in self.workplace.frozen.items() if engine.offered}
         if engines := self.workplace.engines:
-            offered |= {POLICY: engines.door.offer} if engines.door is not None else {}
+            offered |= {POLICY: engines.head_listener.offer} if engines.head_listener is not None else {}
         join = replace(join, engines=offered)
         self._changed_code = last_join.other_code(join) if last_join else []
         events = self.events
@@ -238,7 +238,7 @@ class Daemon:
         """Look, decide and act until this node has ended or received a signal."""
         while self.loop.exit is None and self._signal is None:
             now = time.monotonic()
-            pause_s = self._life.look(now)
+            pause_s = self._life.tick(now)
             self._name_missing_nodes(now)
             self._waiting.wait(
                 pause_s,
@@ -273,7 +273,7 @@ class Daemon:
     def _note_beat(self, beat: Beat) -> None:
         """Called before each heartbeat is written."""
         paths = self.record.paths
-        self._epitaph.note(paths.pulse(beat.pulse), paths.pulse(epitaph(beat)))
+        self._death_notice.note(paths.pulse(beat.pulse), paths.pulse(epitaph(beat)))
 
     @contextmanager
     def signals(self) -> Iterator[None]:
@@ -291,7 +291,7 @@ class Daemon:
     def close(self) -> None:
         """Close what is still open after the last heartbeat."""
         self._waiting.close()
-        self._epitaph.close()
+        self._death_notice.close()
         # A failure here must not change the exit code, which is decided already.
         with contextlib.suppress(OSError):
             self.events.close()
@@ -325,11 +325,11 @@ def make_engines(
     """The local engines of this node. Raises UsageError if there are too few accelerators."""
     # Imported late: a program without a model does not need the engine's libraries.
     from fsbarrier.engine.replicas import Replicas
-    from fsbarrier.engine.span import Door
+    from fsbarrier.engine.span import HeadListener
 
     return Replicas(
         settings.engine,
-        door=Door(listen(candidate_addresses())) if settings.engine.nodes > 1 else None,
+        head_listener=HeadListener(listen(candidate_addresses())) if settings.engine.nodes > 1 else None,
         external=not settings.manages_engine,
         log_dir=log_dir,
         work_dir=work_dir,

@@ -148,8 +148,8 @@ class InFlight:
     # The time of the next check; infinite once the engines have the version.
     next_look: float = 0.0
 
-    def look(self) -> None:
-        """Raises ProgramFailed, Cancelled, OSError."""
+    def load_if_complete(self) -> None:
+        """Load the version if it is complete and the last check is long enough ago. Raises ProgramFailed, Cancelled, OSError."""
         weights, job, workplace = self.weights, self.job, self.workplace
         if job.clock() < self.next_look:
             return

@@ -206,7 +206,7 @@ class ProgramRun:
             if in_flight is not None:
                 begin = job.clock()
                 try:
-                    in_flight.look()
+                    in_flight.load_if_complete()
                 except BaseException:
                     child.stop(workplace.grace_s)
                     raise

@@ -1,7 +1,7 @@
 """Does anything notice when a promise is broken? Puts one deliberate fault after another into a copy of the source (mutation.py).
 
     python scripts/lab/mutants.py --jobs 2             all faults of faults.txt
-    python scripts/lab/mutants.py I9 RowWatch.look     those with one of these words in their names
+    python scripts/lab/mutants.py I9 RowWatch.read     those with one of these words in their names
 
 For each fault: schedules of the simulator and the stories of tests/scenarios, then the tests that the fault names, until something finds
 it. What a story prints does not count, only the invariants that it breaks, and a test counts only if it passes without the fault. Exit

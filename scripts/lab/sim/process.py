@@ -107,7 +107,7 @@ class Process(Start):
         self.beats: SimThread = self.thread(self._beat)
         while self.loop.exit is None:
             self._looked_at = self.schedule.now
-            pause_s = self.life.look(self.clock)
+            pause_s = self.life.tick(self.clock)
             if self.loop.exit is None and not self._signalled and pause_s:
                 self.main.sleep(pause_s / self.rate)
             if self._signalled and self.loop.exit is None:
