@@ -50,7 +50,11 @@ def work(spec: MergeSpec, settings: Settings, progress: worker_contract.Progress
     collected = collect(spec.request)
     evaluated = {} if spec.success is None else figures(collected.trajectories, spec.success)
     # Of all that was rolled out, also of groups that are not merged.
-    means = {task: mean for task, one in collected.stats.items() if (mean := one.reward_mean) is not None}
+    means = {
+        task: mean
+        for task, task_stats in collected.stats.items()
+        if (mean := task_stats.reward_mean) is not None
+    }
     made = publish(collected)
     progress.show(made.trajectories, made.trajectories, "trajectories", last=True)
     rewards = {

@@ -129,7 +129,7 @@ def sampled_how(ctx: Context, split: str) -> str:
     settings = ctx.settings
     if split == "train":
         return text_digest([asdict(sampling_of(settings.rollout))])
-    return text_digest([[name, one.as_json()] for name, one in settings.eval_sets.items()])
+    return text_digest([[name, eval_set.as_json()] for name, eval_set in settings.eval_sets.items()])
 
 
 def text_digest(value: object) -> str:
@@ -309,7 +309,7 @@ def merge_of(
 def tasks_by_set(ctx: Context, wanted: frozenset[int]) -> dict[str, Sequence[int]]:
     """The sets of training tasks, if there are several, and which of the wanted tasks each has."""
     sets = training_sets(ctx.settings, ctx.tasks)
-    return {one.name: [*wanted.intersection(one.tasks)] for one in sets if one.name}
+    return {task_set.name: [*wanted.intersection(task_set.tasks)] for task_set in sets if task_set.name}
 
 
 def earlier_merges(ctx: Context) -> list[str]:
@@ -357,7 +357,7 @@ def decide_eval(node: Node) -> RolloutDecision:
 
 def share_out_eval(ctx: Context) -> RolloutDecision:
     """Share out the held-out tasks, each set by itself."""
-    rounds = [one.tasks for one in eval_rounds(ctx)]
+    rounds = [rollout_round.tasks for rollout_round in eval_rounds(ctx)]
     return share_out(ctx, "test", sampled_how(ctx, "test"), rounds)
 
 
@@ -365,11 +365,13 @@ def eval_rounds(ctx: Context) -> list[RolloutRound]:
     """One round for each set of held-out tasks. The tasks of all sets are numbered as if they stood in one file."""
     rounds: list[RolloutRound] = []
     first = 0
-    for name, one in ctx.settings.eval_sets.items():
+    for name, settings in ctx.settings.eval_sets.items():
         source = ctx.tasks[name]
-        tasks = [first + index for index in sample_tasks(source["count"], one.tasks, seed=0, iteration=1)]
+        tasks = [
+            first + index for index in sample_tasks(source["count"], settings.tasks, seed=0, iteration=1)
+        ]
         files, eval_set = {source["path"]: first}, name if ctx.settings.eval.sets else ""
-        rounds.append(RolloutRound(tasks, files, sampling_of(one), eval_set))
+        rounds.append(RolloutRound(tasks, files, sampling_of(settings), eval_set))
         first += source["count"]
     return rounds
 
@@ -377,7 +379,7 @@ def eval_rounds(ctx: Context) -> list[RolloutRound]:
 def success_by_set(ctx: Context) -> dict[str, float]:
     """The reward from which a trajectory counts as solved, by the name of the set ("" if there is only one)."""
     named = ctx.settings.eval.sets
-    return {name if named else "": one.success for name, one in ctx.settings.eval_sets.items()}
+    return {name if named else "": eval_set.success for name, eval_set in ctx.settings.eval_sets.items()}
 
 
 def evaluating(ctx: Context) -> RolloutDecision | None:

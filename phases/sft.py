@@ -58,7 +58,7 @@ def prepare_batch(node: Node) -> BatchDecision:
         model=ctx.policy.model,
         batch=batch,
         files={split: Path(source["path"]) for split, source in ctx.tasks.items()},
-        examples={split: one.examples if one is not None else () for split, one in decided.items()},
+        examples={split: item.examples if item is not None else () for split, item in decided.items()},
     )
     node.event("batch_prepared", {"batch": batch.name}, node.run(spec))
     decision: BatchDecision = rl.meet(node, given, batch.name)

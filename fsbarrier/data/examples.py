@@ -122,7 +122,8 @@ def _example(path: Path, index: int, row: Mapping[str, object]) -> Example:
 def _begins_otherwise(number: int, before: str, after: str) -> str:
     """The error for an answer whose rendering does not start with the generation prompt, for example because thoughts are omitted."""
     same = next(
-        (n for n, (one, two) in enumerate(zip(before, after, strict=False)) if one != two), len(after)
+        (n for n, (earlier, later) in enumerate(zip(before, after, strict=False)) if earlier != later),
+        len(after),
     )
     return (
         f"it begins an answer with {shown(before[same:])}, and renders message {number + 1} with {shown(after[same : same + 20])} "

@@ -74,18 +74,20 @@ class GroupStats:
         lengths: list[int] = []
         rewards: list[float] = []
         parts: dict[str, RewardPart] = {}
-        for one in trajectories:
-            metadata, mask, its_parts = (one.get(name) for name in ("metadata", "loss_mask", "reward_parts"))
+        for trajectory in trajectories:
+            metadata, mask, its_parts = (
+                trajectory.get(name) for name in ("metadata", "loss_mask", "reward_parts")
+            )
             notes: Mapping[str, Any] = metadata if isinstance(metadata, Mapping) else {}
             added["trajectories"] += 1
-            added["invalid"] += one.get("valid") is False
-            added["truncated"] += one.get("finish_reason") == "length"
+            added["invalid"] += trajectory.get("valid") is False
+            added["truncated"] += trajectory.get("finish_reason") == "length"
             for what in ("reward", "agent", "environment"):
                 added[f"{what}_errors"] += f"{what}_error" in notes
-            if is_judged(one):
-                rewards.append(float(one["reward"]))
-            if one.get("turns"):
-                segments = len(one.get("segments", (0,)))
+            if is_judged(trajectory):
+                rewards.append(float(trajectory["reward"]))
+            if trajectory.get("turns"):
+                segments = len(trajectory.get("segments", (0,)))
                 added["episodes"] += 1
                 added["segments"] += segments
                 added["forked"] += segments > 1
@@ -114,7 +116,7 @@ class GroupStats:
     def total(cls, groups: Iterable[GroupStats]) -> Self:
         """The sums of ADDED over these groups; the other statistics stay empty."""
         there = list(groups)
-        return cls(**{name: sum(getattr(one, name) for one in there) for name in ADDED})
+        return cls(**{name: sum(getattr(stats, name) for stats in there) for name in ADDED})
 
     @property
     def is_finished(self) -> bool:
@@ -134,7 +136,7 @@ def _deviation(rewards: Sequence[float]) -> float | None:
         return None
     mean = sum(rewards) / len(rewards)
     equal = min(rewards) == max(rewards)
-    return 0.0 if equal else math.sqrt(sum((one - mean) ** 2 for one in rewards) / (len(rewards) - 1))
+    return 0.0 if equal else math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1))
 
 
 def metrics(groups: Sequence[GroupStats]) -> dict[str, float]:
@@ -151,13 +153,13 @@ def metrics(groups: Sequence[GroupStats]) -> dict[str, float]:
     if total.answers:
         found |= {
             "answer_tokens_mean": total.tokens / total.answers,
-            "answer_tokens_min": min(one.shortest for one in groups if one.answers),
-            "answer_tokens_max": max(one.longest for one in groups),
+            "answer_tokens_min": min(group.shortest for group in groups if group.answers),
+            "answer_tokens_max": max(group.longest for group in groups),
             "truncated_share": total.truncated / total.answers,
         }
     if total.episodes:
         found["segments_per_episode"] = total.segments / total.episodes
-    deviations = [one.reward_std for one in groups if one.reward_std is not None]
+    deviations = [group.reward_std for group in groups if group.reward_std is not None]
     if deviations:
         without_signal = deviations.count(0.0)
         found |= {
@@ -166,8 +168,8 @@ def metrics(groups: Sequence[GroupStats]) -> dict[str, float]:
             "without_signal_share": without_signal / len(deviations),
         }
     parts: dict[str, RewardPart] = {}
-    for one in groups:
-        for name, part in one.parts.items():
+    for group in groups:
+        for name, part in group.parts.items():
             parts[name] = parts.get(name, RewardPart()) + part
     for name in sorted(parts)[:MOST_PARTS]:
         if parts[name].count:

@@ -61,7 +61,7 @@ def in_places(messages: Sequence[Message], given: object, folder: Path) -> tuple
     """Replace the marks in the texts of a task file in `folder` by verl's images. Raises ValueError."""
     if not isinstance(given, list):
         raise ValueError(f"images must be a list, got {str(given)[:60]}")
-    found = [_named(one, folder) for one in given]
+    found = [_named(item, folder) for item in given]
     marks = sum(text_of(message["content"]).count(MARK) for message in messages)
     if marks != len(found):
         raise ValueError(f"has {len(found)} images, and its prompt has {marks} times {MARK}")
@@ -85,7 +85,9 @@ def in_places(messages: Sequence[Message], given: object, folder: Path) -> tuple
 def _named(value: object, folder: Path) -> str:
     """The source of an image in a task file: an absolute path or data: URL. In verl's Parquet files it may be bytes. Raises ValueError."""
     if isinstance(value, Mapping):
-        value = next((one for key in ("image", "bytes", "path") if (one := value.get(key)) is not None), None)
+        value = next(
+            (named for key in ("image", "bytes", "path") if (named := value.get(key)) is not None), None
+        )
     if isinstance(value, bytes):
         return "data:application/octet-stream;base64," + base64.b64encode(value).decode()
     if not isinstance(value, str) or not value:
@@ -120,7 +122,9 @@ def replaced(
             return value
         return [part if (source := source_of(part)) is None else part_for(source) for part in parts_of(value)]
 
-    return [{name: content(one) if name == "content" else one for name, one in m.items()} for m in messages]
+    return [
+        {name: content(item) if name == "content" else item for name, item in m.items()} for m in messages
+    ]
 
 
 def data_of(source: str) -> bytes:

@@ -58,8 +58,11 @@ def as_tensors(group: Sequence[Trajectory]) -> list[Any]:
         return [converted(item) for item in value] if isinstance(value, list) else value
 
     return [
-        {name: tensor(value) if isinstance(value, array) else converted(value) for name, value in one.items()}
-        for one in group
+        {
+            name: tensor(value) if isinstance(value, array) else converted(value)
+            for name, value in trajectory.items()
+        }
+        for trajectory in group
     ]
 
 
@@ -67,7 +70,7 @@ def encode(groups: Iterable[Sequence[Trajectory]], metadata: dict[str, object]) 
     """The bytes of a merged file. torch writes to memory, because some write errors to a file make it end the process."""
     import torch
 
-    trajectories = [one for group in groups for one in as_tensors(group)]
+    trajectories = [trajectory for group in groups for trajectory in as_tensors(group)]
     made = io.BytesIO()
     torch.save({"trajectories": trajectories, "metadata": metadata}, made)
     return made.getbuffer()
@@ -114,7 +117,7 @@ def load(path: Path) -> TrajectoryFile:
     found = load_tensors(path)
     metadata = found.get("metadata")
     return {
-        "trajectories": [as_arrays(one) for one in found["trajectories"]],
+        "trajectories": [as_arrays(trajectory) for trajectory in found["trajectories"]],
         "metadata": metadata if isinstance(metadata, dict) else {},
     }
 

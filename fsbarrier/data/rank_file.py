@@ -296,7 +296,7 @@ def _header(content: JsonObject, offset: int) -> JsonObject:
 
 def _trajectories(content: JsonObject) -> list[Trajectory]:
     found = content.get("trajectories")
-    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+    if not isinstance(found, list) or not all(isinstance(trajectory, dict) for trajectory in found):
         raise FormatError("is malformed")
     return found
 

@@ -96,12 +96,12 @@ class RankFileWriter:
         """Write several groups with one fsync. Raises StoreError; the file remains valid without them."""
         with self._lock:
             self._check_open()
-            ends = [*accumulate((len(one.data) for one in groups), initial=self._end)]
-            tasks = ", ".join(str(one.task_index) for one in groups)
-            self._append(b"".join(one.data for one in groups), f"append task {tasks}")
+            ends = [*accumulate((len(group.data) for group in groups), initial=self._end)]
+            tasks = ", ".join(str(group.task_index) for group in groups)
+            self._append(b"".join(group.data for group in groups), f"append task {tasks}")
             entries = [
-                GroupEntry(one.task_index, one.stats, begin, end)
-                for one, begin, end in zip(groups, ends, ends[1:], strict=False)
+                GroupEntry(group.task_index, group.stats, begin, end)
+                for group, begin, end in zip(groups, ends, ends[1:], strict=False)
             ]
             self._groups |= {entry.task_index: entry for entry in entries}
             return entries

@@ -38,7 +38,7 @@ def load(path: Path) -> TrajectoryFile:
     groups: dict[int, list[Trajectory]] = {}
     found = scan_rank_file(path, on_group=lambda group, its_own: groups.update({group.task_index: its_own}))
     _check_whole(found)
-    trajectories = [one for its_own in groups.values() for one in its_own]
+    trajectories = [trajectory for its_own in groups.values() for trajectory in its_own]
     return {"trajectories": trajectories, "metadata": {**found.header, "finished": found.finished}}
 
 

@@ -275,13 +275,15 @@ def prompt_of(
         except ValueError as error:
             raise task_error(path, index, f"{where} {error}") from None
         if isinstance(content, list) and may_see:
-            content = [_part(path, index, f"{where}, part {n}", one) for n, one in enumerate(content, 1)]
+            content = [_part(path, index, f"{where}, part {n}", part) for n, part in enumerate(content, 1)]
         elif not isinstance(content, str) and (content is not None or not said.keys() & {*_INSTEAD}):
             raise task_error(path, index, f"{where} needs a content (text), got {shown(content)}")
         messages.append({**said, "role": role, "content": content or ""})
     if not any(
-        images.text_of(one["content"]).strip() or any(images.sources([one])) or one.keys() & {*_INSTEAD}
-        for one in messages
+        images.text_of(message["content"]).strip()
+        or any(images.sources([message]))
+        or message.keys() & {*_INSTEAD}
+        for message in messages
     ):
         raise task_error(path, index, f"{name}: all messages are blank")
     return tuple(messages)

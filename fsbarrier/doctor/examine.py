@@ -169,7 +169,7 @@ def _exchange(session: Path, group: Group, own: list[Check], mount: Mount) -> di
     """Measure together with the other nodes, and exchange the findings."""
     addresses = candidate_addresses()
     with ExitStack() as held:
-        listening = [held.enter_context(one) for one in listen(addresses)]
+        listening = [held.enter_context(listener) for listener in listen(addresses)]
         said = group.all_gather({"addresses": addresses, "port": port_of(listening[0])})
         others = {
             rank: each for rank, each in zip(group.members, said, strict=True) if rank != group.node_rank

@@ -151,7 +151,11 @@ class FrozenEngine:
 
     def _revive(self) -> None:
         """Start dead servers again, in a thread, if nothing does that yet."""
-        ended = {number: one.how_it_ended() for number, one in enumerate(self.replicas.engines) if one.ended}
+        ended = {
+            number: engine.how_it_ended()
+            for number, engine in enumerate(self.replicas.engines)
+            if engine.ended
+        }
         if not ended or self._closing.is_set() or (self._reviving and not self._reviving.done()):
             return
         self._deaths.update(ended.keys())

@@ -205,7 +205,7 @@ def placeholder_ids(config: Config) -> list[int]:
     """The tokens in whose places a model's images and videos stand. In an answer one would be taken for an image, so they are banned when
     sampling, and in the trainer's distribution too."""
     names = (f"{what}_token_{how}" for what in ("image", "video") for how in ("id", "index"))
-    return [one for name in names if sees(config) and isinstance(one := config.get(name), int)]
+    return [token for name in names if sees(config) and isinstance(token := config.get(name), int)]
 
 
 def untrainable_parts(config: Config) -> list[str]:
@@ -234,12 +234,12 @@ def parser_of(folder: Path, wanted: str | None) -> str:
 def recognised(folder: Path) -> str | None:
     """The parser of the model in `folder`, by its template; None if the template has no known format."""
     template = template_of(folder) or ""
-    fitting = (one for one in _FORMATS if all(mark in template for mark in one[1]))
+    fitting = (tool_format for tool_format in _FORMATS if all(mark in template for mark in tool_format[1]))
     name, _, needed = next(fitting, ("", (), ()))
     if needed:
         added = object_in(folder / "tokenizer.json").get("added_tokens")
         texts = (
-            {one.get("content") for one in added if isinstance(one, dict)}
+            {token.get("content") for token in added if isinstance(token, dict)}
             if isinstance(added, list)
             else set()
         )

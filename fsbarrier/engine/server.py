@@ -185,7 +185,7 @@ class Server:
             return ""
         serves = f"does not serve the weights of policy version {policy_version}, or computes otherwise than the trainer: "
         try:
-            gap = known.gap(self._logprobs([one.token_ids for one in known.sequences], cancel))
+            gap = known.gap(self._logprobs([sequence.token_ids for sequence in known.sequences], cancel))
         except (Refused, Unreachable, ValueError) as error:
             return f"{serves}{error}"
         except CalledOff:

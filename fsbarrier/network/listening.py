@@ -52,24 +52,24 @@ def listen(addresses: Sequence[str], port: int = 0) -> list[socket.socket]:
     with contextlib.ExitStack() as opened:
         for address in ("", *addresses) if others else addresses:
             try:
-                one = opened.enter_context(_listen_on(address, port))
+                listener = opened.enter_context(_listen_on(address, port))
             except OSError:
                 # An address may have gone meanwhile.
                 if others and listening:
                     continue
                 raise
-            listening.append(one)
-            port = port_of(one)
+            listening.append(listener)
+            port = port_of(listener)
         opened.pop_all()
     return listening[1:] + listening[:1] if others else listening
 
 
 def take(listening: Sequence[socket.socket], address: str) -> socket.socket:
     """The one of `listen`'s sockets that listens on `address`, or else the last; closes the others."""
-    chosen = next((one for one in listening if one.getsockname()[0] == address), listening[-1])
-    for one in listening:
-        if one is not chosen:
-            one.close()
+    chosen = next((listener for listener in listening if listener.getsockname()[0] == address), listening[-1])
+    for listener in listening:
+        if listener is not chosen:
+            listener.close()
     return chosen
 
 

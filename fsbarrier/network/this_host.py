@@ -137,8 +137,8 @@ def _in_tables(host: str) -> set[str]:
     address = ipaddress.ip_address(host.partition("%")[0])
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else address
     both = [address, mapped] if mapped is not None else [address]
-    whole = {one.packed for one in both} | {
-        b"\0" * 10 + b"\xff\xff" + one.packed for one in both if one.version == 4
+    whole = {form.packed for form in both} | {
+        b"\0" * 10 + b"\xff\xff" + form.packed for form in both if form.version == 4
     }
     return {
         "".join(

@@ -106,7 +106,7 @@ class KeptProgram:
         for fd in (
             self._listener.fileno(),
             self.child.fileno(),
-            *(one.fileno() for one in self._connections),
+            *(connection.fileno() for connection in self._connections),
         ):
             if fd >= 0:
                 poller.register(fd, select.POLLIN)

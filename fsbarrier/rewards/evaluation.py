@@ -28,7 +28,7 @@ def figures(trajectories: Iterable[Trajectory], success: Mapping[str, float]) ->
     """
     found: dict[str, float] = {}
     means = []
-    for name, of_set in groupby(trajectories, key=lambda one: one.get("eval_set", "")):
+    for name, of_set in groupby(trajectories, key=lambda trajectory: trajectory.get("eval_set", "")):
         of_one = _figures_of_one(of_set, success=success[name])
         if not name:
             # The mean is already included under its own name.
@@ -49,17 +49,17 @@ def _figures_of_one(trajectories: Iterable[Trajectory], *, success: float) -> di
     passed: dict[int, list[float]] = {}
     majorities: dict[int, list[float]] = {}
     by_source: dict[str, list[float]] = {}
-    for _, together in groupby(trajectories, key=lambda one: one["task_index"]):
-        group = [one for one in together if is_judged(one)]
+    for _, together in groupby(trajectories, key=lambda trajectory: trajectory["task_index"]):
+        group = [trajectory for trajectory in together if is_judged(trajectory)]
         if not group:
             continue
-        rewards = [float(one["reward"]) for one in group]
+        rewards = [float(trajectory["reward"]) for trajectory in group]
         solved = [reward >= success for reward in rewards]
         means.append(statistics.fmean(rewards))
         for k in powers_up_to(len(group)):
             passed.setdefault(k, []).append(pass_at(k, len(group), sum(solved)))
         if len(group) > 1:
-            answers = [answer_of(one) for one in group]
+            answers = [answer_of(trajectory) for trajectory in group]
             majorities.setdefault(len(group), []).append(majority(answers, solved))
         source = group[0]["metadata"].get("data_source")
         if source is not None:

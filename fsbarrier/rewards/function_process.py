@@ -163,7 +163,7 @@ def _told(function: Function, value: object, question: Mapping[str, Any]) -> dic
     values = list(value) if several and isinstance(value, Iterable) else []
     if not several or len(values) != len(response):
         return {"error": f"gave {_shown(value)}, not a list of {len(response)} rewards"}
-    return {"scores": [_read(function, one) for one in values]}
+    return {"scores": [_read(function, value) for value in values]}
 
 
 def _read(function: Function, value: object) -> Score:

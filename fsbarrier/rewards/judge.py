@@ -108,7 +108,10 @@ class JudgeReward(Reward):
         if shown:
             more += f"{SHOWN[self.shows]}\n\n"
         text = QUESTION.format(prompt=prompt, more=more, response=answer.text)
-        content = [*({"type": "image", "image": one} for one in shown), {"type": "text", "text": text}]
+        content = [
+            *({"type": "image", "image": image} for image in shown),
+            {"type": "text", "text": text},
+        ]
         try:
             said = await self.judge.ask([{"role": "user", "content": content if shown else text}])
         except JudgeError as error:

@@ -42,7 +42,7 @@ class MatchReward(Reward):
 def unusable(kind: str, answer: object) -> str | None:
     """Why a reward of this kind cannot compare with a task's answer."""
     if isinstance(answer, list) and answer and kind != "math":
-        return next((problem for one in answer if (problem := unusable(kind, one))), None)
+        return next((problem for alternative in answer if (problem := unusable(kind, alternative))), None)
     if answer is None or answer == [] or not str(answer).strip():
         return f"reward.kind={kind} needs an answer, and the task has none"
     if isinstance(answer, list | dict):
@@ -59,13 +59,15 @@ def _kind_of(answer: list[object] | dict[str, object]) -> str:
 def exact(response: str, answer: object) -> float:
     """1.0 if the response equals the answer, ignoring surrounding whitespace. If the answer is a list, any of its items may match."""
     right = answer if isinstance(answer, list) else [answer]
-    return float(response.strip() in {str(one).strip() for one in right})
+    return float(response.strip() in {str(alternative).strip() for alternative in right})
 
 
 def numeric(response: str, answer: object) -> float:
     """1.0 if the last numbers of response and answer are equal within TOLERANCE; see `last_number`."""
     right = answer if isinstance(answer, list) else [answer]
-    return max((_equal(last_number(response), last_number(str(one))) for one in right), default=0.0)
+    return max(
+        (_equal(last_number(response), last_number(str(alternative))) for alternative in right), default=0.0
+    )
 
 
 def _equal(found: float | None, wanted: float | None) -> float:

@@ -125,19 +125,19 @@ class ClassifierReward(Reward):
         if not answers:
             return []
         started, name = time.monotonic(), self.engine.model
-        tokens = [list(one.token_ids) for one in answers]
+        tokens = [list(answer.token_ids) for answer in answers]
         # Request the raw score, without the activation, which would be a sigmoid.
         body = {"model": name, "input": tokens, "use_activation": False}
         try:
             found = await self.server.post(f"{self.engine.root}/classify", body)
-            scores = [float(score) for one in found["data"] for score in one["probs"]]
+            scores = [float(score) for item in found["data"] for score in item["probs"]]
             if len(scores) != len(answers) or not all(map(math.isfinite, scores)):
                 raise ValueError(f"{str(scores)[:80]} for {len(answers)} answers")
         except (ModelServerError, KeyError, TypeError, ValueError) as error:
             ours = isinstance(error, ModelServerError)
             problem = str(error) if ours else f"engines.{name} gave no score for each answer: {error}"
             return [Score(0.0, error=problem, seconds=time.monotonic() - started)] * len(answers)
-        return [Score(one, {name: one}, seconds=time.monotonic() - started) for one in scores]
+        return [Score(score, {name: score}, seconds=time.monotonic() - started) for score in scores]
 
     async def close(self) -> None:
         await self.server.close()

@@ -57,7 +57,7 @@ class Reward:
 
     async def score_group(self, task: Task, answers: Sequence[Answer]) -> list[Score]:
         """The Scores of the answers to a task, in order."""
-        return list(await asyncio.gather(*(self.score(task, one) for one in answers)))
+        return list(await asyncio.gather(*(self.score(task, answer) for answer in answers)))
 
     async def close(self) -> None:
         """Release resources."""
@@ -74,7 +74,7 @@ class AddedRewards(Reward):
             await reward.open()
 
     async def score_group(self, task: Task, answers: Sequence[Answer]) -> list[Score]:
-        of_each = await asyncio.gather(*(one.score_group(task, answers) for _, one in self.rewards))
+        of_each = await asyncio.gather(*(reward.score_group(task, answers) for _, reward in self.rewards))
         weights = [weight for weight, _ in self.rewards]
         return [_added(weights, scores) for scores in zip(*of_each, strict=True)]
 
@@ -88,8 +88,8 @@ def _added(weights: Sequence[float], scores: Sequence[Score]) -> Score:
     info: dict[str, str] = {}
     for number, score in enumerate(scores, start=1):
         # Two functions may have the same name.
-        parts |= {f"{name}_{number}" if name in parts else name: one for name, one in score.parts.items()}
-        info |= {f"{name}_{number}" if name in info else name: one for name, one in score.info.items()}
+        parts |= {f"{name}_{number}" if name in parts else name: value for name, value in score.parts.items()}
+        info |= {f"{name}_{number}" if name in info else name: value for name, value in score.info.items()}
     error = next((score.error for score in scores if score.error is not None), None)
     total = sum(weight * score.reward for weight, score in zip(weights, scores, strict=True))
     return Score(0.0 if error else total, parts, info, error, max(score.seconds for score in scores))

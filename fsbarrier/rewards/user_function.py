@@ -54,7 +54,7 @@ class FunctionReward(Reward):
             return
         patience_s = [0.0]
         if "engines" in about["asks"]:
-            patience_s += [one.patience_s or 0.0 for one in self._engines.values()]
+            patience_s += [engine.patience_s or 0.0 for engine in self._engines.values()]
         if not about["together"]:
             self._turn = asyncio.Semaphore(self.processes)
         if "judge" in about["asks"]:
@@ -91,8 +91,10 @@ class FunctionReward(Reward):
         assert self._about is not None
         if not (self._about["groups"] and answers):
             return await super().score_group(task, answers)
-        messages = [_plain(one.messages) for one in answers] if answers[0].messages is not None else None
-        return await self._scores(task, [one.text for one in answers], messages, len(answers))
+        messages = (
+            [_plain(answer.messages) for answer in answers] if answers[0].messages is not None else None
+        )
+        return await self._scores(task, [answer.text for answer in answers], messages, len(answers))
 
     async def _scores(
         self, task: Task, response: str | list[str], messages: object, count: int

@@ -69,7 +69,7 @@ class VerlReward(Reward):
             return [Score(0.0, error=problem) for _ in answers]
         if scorer_of(task) == "math":
             return await self.math.score_group(task, answers)
-        rewards = [gsm8k(one.text, task.answer) for one in answers]
+        rewards = [gsm8k(answer.text, task.answer) for answer in answers]
         return [Score(reward, {"gsm8k": reward}) for reward in rewards]
 
     async def close(self) -> None:

@@ -177,13 +177,13 @@ class Recorder:
             except Refusal:
                 # The template rejects such an answer.
                 return None
-        one, other = rendered
-        shortest = min(len(one), len(other))
+        first, other = rendered
+        shortest = min(len(first), len(other))
         common = 0
-        while common < shortest and one[-1 - common] == other[-1 - common]:
+        while common < shortest and first[-1 - common] == other[-1 - common]:
             common += 1
         # Everything in common: the template drops answers. Nothing in common: the suffix depends on the answer.
-        return one[-common:] if 0 < common < shortest else None
+        return first[-common:] if 0 < common < shortest else None
 
     async def _sample(
         self, segment: Segment, suffix: list[int], max_tokens: int | None, stop: Sequence[str]

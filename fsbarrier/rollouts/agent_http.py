@@ -292,5 +292,5 @@ def _as_events(answer: dict[str, Any], *, chat: bool, with_usage: bool) -> bytes
     ]
     if with_usage:
         events.append({**common, "choices": [], "usage": answer["usage"]})
-    texts = [*(json.dumps(one).encode() for one in events), b"[DONE]"]
+    texts = [*(json.dumps(event).encode() for event in events), b"[DONE]"]
     return b"".join(b"data: %b\n\n" % text for text in texts)

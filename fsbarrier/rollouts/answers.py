@@ -34,7 +34,7 @@ class ThoughtMarks:
 
     def opened_by(self, prompt_ids: Sequence[int]) -> bool:
         """Whether a prompt ends with the mark that opens a thought, which some templates add."""
-        return any(one and list(prompt_ids[-len(one) :]) == one for one in self.opening)
+        return any(mark and list(prompt_ids[-len(mark) :]) == mark for mark in self.opening)
 
     def after(self, token_ids: Sequence[int]) -> list[int]:
         """The tokens after the first thought; all tokens if the end of the thought is not found."""

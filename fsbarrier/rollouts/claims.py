@@ -291,7 +291,11 @@ class Refills:
         """Whether there is a round after round `number`; None if some node has not finished it yet."""
         if number + 1 == len(self.already):
             return False
-        done = {(one.rank, one.round): one.with_signal for one in self._listed() if one.round <= number}
+        done = {
+            (report.rank, report.round): report.with_signal
+            for report in self._listed()
+            if report.round <= number
+        }
         if any((rank, number) not in done for rank in self.ranks):
             return None
         return sum(self.already[: number + 1]) + sum(done.values()) < self.enough

@@ -278,7 +278,7 @@ class Reservation:
 def servers_of(spec: RolloutSpec, settings: Settings) -> list[SamplingServer]:
     """The engines to sample from, with timeouts and retries."""
     banned = placeholders(spec.model)
-    seed = ":".join(str(one) for one in (settings.rollout.seed, spec.identity.iteration, spec.split))
+    seed = ":".join(str(part) for part in (settings.rollout.seed, spec.identity.iteration, spec.split))
     return [
         SamplingServer(
             url=engine.url,

@@ -89,7 +89,7 @@ class Environment:
         self.table = f"environments.{name}" if name else "environment"
         first = f"environment_{name}" if name else "environment"
         names = [first, *(f"{first}-{n}" for n in range(1, settings.replicas))]
-        self.servers = [Server(log_dir / f"{one}.log") for one in names]
+        self.servers = [Server(log_dir / f"{name}.log") for name in names]
         # Events for the journal.
         self.events: list[JsonObject] = []
         # The number of this node's unfinished episodes, and whether this round brings no others.
@@ -109,8 +109,8 @@ class Environment:
 
     async def __aexit__(self, kind: object, *_: object) -> None:
         """Returns when all servers have ended."""
-        for one in self._keeping:
-            one.cancel()
+        for task in self._keeping:
+            task.cancel()
         await asyncio.gather(*self._keeping, return_exceptions=True)
         self.servers.clear()
         if kind is None and self.quota is not None and self.quota.folder is not None:
@@ -151,7 +151,7 @@ class Environment:
                 await self._changed.wait()
         finally:
             self.waiting -= 1
-        server = min(free, key=lambda one: len(one.sessions))
+        server = min(free, key=lambda server: len(server.sessions))
         session = Session(server.url)
         server.sessions.add(session)
         self.on_change()
@@ -166,7 +166,7 @@ class Environment:
         if self.quota is not None and self.used >= self.quota.mine:
             return []
         most = self.settings.sessions_per_server or sys.maxsize
-        return [one for one in self.servers if one.url and len(one.sessions) < most]
+        return [server for server in self.servers if server.url and len(server.sessions) < most]
 
     def _has_changed(self) -> None:
         self._changed.set()
@@ -263,8 +263,8 @@ def environments_of(settings: Settings, spec: RolloutSpec, most: int) -> dict[st
 
     named = sorted(settings.all_environments.items())
     return {
-        name: Environment(one, spec.log_dir, name, quota(number, one.sessions))
-        for number, (name, one) in enumerate(named)
+        name: Environment(environment, spec.log_dir, name, quota(number, environment.sessions))
+        for number, (name, environment) in enumerate(named)
     }
 
 
@@ -313,9 +313,12 @@ class SessionQuota:
         assert self.folder is not None
         number, needs, own = self.round, self._needs, self.rank
         with suppress(OSError):
-            for one in SESSIONS.parse_all(os.listdir(self.folder)):
-                if (one.environment, one.round) == (self.number, number) and one.rank in needs:
-                    needs[one.rank] = min(needs[one.rank], one.need)
+            for published in SESSIONS.parse_all(os.listdir(self.folder)):
+                if (published.environment, published.round) == (
+                    self.number,
+                    number,
+                ) and published.rank in needs:
+                    needs[published.rank] = min(needs[published.rank], published.need)
             # An earlier start of this program may have published 0 and then lost its work.
             needs[own] = max(1, needs[own])
             # Publish only if the others could use the sessions that this node does not need.

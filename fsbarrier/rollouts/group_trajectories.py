@@ -130,7 +130,7 @@ class Teacher:
     async def mark(self, trajectories: Sequence[Trajectory]) -> None:
         """Add `teacher_logprobs` to these trajectories. Raises ProgramFailed if the teacher does not give them."""
         try:
-            await asyncio.gather(*(self._mark(one) for one in trajectories))
+            await asyncio.gather(*(self._mark(trajectory) for trajectory in trajectories))
         except ModelServerError as error:
             raise ProgramFailed(str(error)) from None
 

@@ -118,7 +118,7 @@ class RolloutSpec(Spec[RolloutOutcome]):
     @property
     def expected(self) -> list[int]:
         """The tasks of all nodes, in the order in which they are begun."""
-        return [task for one in self.rounds for task in one.tasks]
+        return [task for rollout_round in self.rounds for task in rollout_round.tasks]
 
     @property
     def origin(self) -> Origin:
@@ -185,7 +185,11 @@ class RolloutSpec(Spec[RolloutOutcome]):
     def header(self) -> dict[str, object]:
         """The part file's header. `expected`: lets a merge by hand name the tasks of a node that left no file."""
         keep = {"keep": self.keep} if self.keep else {}
-        rounds = {} if self.refills is None else {"rounds": [len(one.tasks) for one in self.rounds]}
+        rounds = (
+            {}
+            if self.refills is None
+            else {"rounds": [len(rollout_round.tasks) for rollout_round in self.rounds]}
+        )
         return {**asdict(self.origin), "expected": self.expected, **keep, **rounds}
 
     def publish_part(self) -> None:
@@ -219,8 +223,8 @@ class RolloutSpec(Spec[RolloutOutcome]):
             reward_mean=stats.reward_mean,
             tasks=[group.task_index for group in written.groups],
             ended_early=ended_early,
-            taken_over=sum(len(one.taken_over) for one in claims),
-            claims=sum(one.made for one in claims),
+            taken_over=sum(len(of_round.taken_over) for of_round in claims),
+            claims=sum(of_round.made for of_round in claims),
         )
 
 
@@ -240,21 +244,29 @@ class Round:
 def read_rounds(rounds: Sequence[RolloutRound], within_reach: Collection[int]) -> list[Round]:
     """The rounds of a spec with their tasks. Raises UsageError."""
     here = frozenset(within_reach)
-    places = {task: file_of(task, one.files) for one in rounds for task in here.intersection(one.tasks)}
+    places = {
+        task: file_of(task, rollout_round.files)
+        for rollout_round in rounds
+        for task in here.intersection(rollout_round.tasks)
+    }
     indices = defaultdict[str, set[int]](set)
     for task, (path, first) in places.items():
         indices[path].add(task - first)
     # Read each file only once, because ten rounds may share a large one.
     found = {path: read_tasks(Path(path), wanted).tasks for path, wanted in indices.items()}
     known = {task: replace(found[path][task - first], index=task) for task, (path, first) in places.items()}
-    return [_round(one, known) for one in rounds]
+    return [_round(rollout_round, known) for rollout_round in rounds]
 
 
-def _round(one: RolloutRound, known: Mapping[int, Task]) -> Round:
-    sampling = one.sampling
+def _round(rollout_round: RolloutRound, known: Mapping[int, Task]) -> Round:
+    sampling = rollout_round.sampling
     if sampling.samples > 1 and sampling.temperature == 0:
         raise UsageError(
             f"{sampling.samples} samples per task at temperature 0 would be identical; use 1 sample or a temperature above 0"
         )
-    own = {task: replace(known[task], eval_set=one.eval_set) for task in one.tasks if task in known}
-    return Round(frozenset(one.tasks), own, sampling)
+    own = {
+        task: replace(known[task], eval_set=rollout_round.eval_set)
+        for task in rollout_round.tasks
+        if task in known
+    }
+    return Round(frozenset(rollout_round.tasks), own, sampling)

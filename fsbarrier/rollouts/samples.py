@@ -144,7 +144,9 @@ class SampledGroup:
 
 def told_versions(versions: Sequence[int]) -> Sampled:
     """The field `policy_versions` of a trajectory, if the engine reported any."""
-    return {"policy_versions": array("i", versions)} if any(one != UNKNOWN for one in versions) else {}
+    return (
+        {"policy_versions": array("i", versions)} if any(version != UNKNOWN for version in versions) else {}
+    )
 
 
 class EngineGone(ProgramFailed):

@@ -94,9 +94,9 @@ def _placement(s: Settings, named: AsChosen) -> Iterator[str]:
     if (idle := _idle(s, [*ranges.values()])) and not s.allow_idle:
         yield f"{named('placement.rollout')} and {named('placement.update')}: {idle} would have nothing to do; give a role or --allow-idle"
     roles = [ranges[f"placement.{role}"] for role in ROLES]
-    named_nodes = [{n for n in range(s.num_nodes) if n in one} for one in roles if one.nodes]
+    named_nodes = [{n for n in range(s.num_nodes) if n in role} for role in roles if role.nodes]
     both = set.intersection(*named_nodes) if len(named_nodes) == len(ROLES) else set()
-    if s.rollout.ahead and (both or any(one.everything for one in roles)):
+    if s.rollout.ahead and (both or any(role.everything for role in roles)):
         yield (
             f"{named('rollout.ahead')}: the nodes that train and those that roll out must be different ones; give each node to one of "
             f"{named('placement.rollout')} and {named('placement.update')} (one host can be two nodes)"
@@ -111,15 +111,19 @@ def _placement(s: Settings, named: AsChosen) -> Iterator[str]:
 
 def _idle(s: Settings, ranges: Sequence[Ranges]) -> str:
     """Name the nodes or accelerators without a role, or "". Only --expect-gpus tells how many accelerators there are before nodes join."""
-    if any(one.everything for one in ranges):
+    if any(ranges_of_role.everything for ranges_of_role in ranges):
         return ""
-    if all(one.nodes for one in ranges):
+    if all(ranges_of_role.nodes for ranges_of_role in ranges):
         what, most = "node", s.num_nodes
-    elif s.expect_gpus and not any(one.nodes for one in ranges):
+    elif s.expect_gpus and not any(ranges_of_role.nodes for ranges_of_role in ranges):
         what, most = "accelerator", s.expect_gpus
     else:
         return ""
-    idle = [str(number) for number in range(most) if not any(number in one for one in ranges)]
+    idle = [
+        str(number)
+        for number in range(most)
+        if not any(number in ranges_of_role for ranges_of_role in ranges)
+    ]
     return f"{what}{'s' * (len(idle) > 1)} {', '.join(idle[:8])}{', ...' * (len(idle) > 8)}" if idle else ""
 
 

@@ -60,8 +60,8 @@ def credential_in(command: str) -> str:
 def check_credentials(settings: Settings) -> None:
     """Raises UsageError if a command of a setting has a credential in it."""
     commands = {"notify.command": settings.notify.command, "trainer.command": settings.trainer.command}
-    for name, one in settings.all_environments.items():
-        commands[settings.environment_key(name, "command")] = one.command
+    for name, environment in settings.all_environments.items():
+        commands[settings.environment_key(name, "command")] = environment.command
     commands["engine.extra_args"] = " ".join(settings.engine.extra_args)
     commands |= {
         f"engines.{name}.extra_args": " ".join(own.extra_args) for name, own in settings.engines.items()

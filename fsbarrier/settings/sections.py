@@ -645,25 +645,25 @@ class Settings(Section):
         return {
             name: replace(
                 common,
-                tasks=own.tasks if one.tasks is None else one.tasks,
-                samples=one.samples or own.samples,
-                temperature=own.temperature if one.temperature is None else one.temperature,
+                tasks=own.tasks if eval_set.tasks is None else eval_set.tasks,
+                samples=eval_set.samples or own.samples,
+                temperature=own.temperature if eval_set.temperature is None else eval_set.temperature,
             )
-            for name, one in sorted((own.sets or {"test": EvalSet()}).items())
+            for name, eval_set in sorted((own.sets or {"test": EvalSet()}).items())
         }
 
     @property
     def placed(self) -> dict[str, str]:
         """All placements by the names of their settings."""
-        own = {f"placement.{name}": one.placement for name, one in sorted(self.engines.items())}
+        own = {f"placement.{name}": engine.placement for name, engine in sorted(self.engines.items())}
         roles = {f"placement.{role}": getattr(self.placement, role) for role in ROLES}
         return roles | {name: text for name, text in own.items() if text is not None}
 
     @property
     def all_environments(self) -> dict[str, EnvironmentSettings]:
         """The environments by name; "" is the one of `environment.*`."""
-        one = {"": self.environment} if self.environment.command is not None else {}
-        return {**one, **self.environments}
+        default = {"": self.environment} if self.environment.command is not None else {}
+        return {**default, **self.environments}
 
     @staticmethod
     def environment_key(name: str, setting: str) -> str:

@@ -130,7 +130,7 @@ def save(out: Path, version: NewVersion, rank: int, world: int) -> str:
         version = replace(version, copy=None)
     models = version.models.items()
     sent = _together(
-        out, lambda: [msgspec.to_builtins(_write(out / name, one, rank, world)) for name, one in models]
+        out, lambda: [msgspec.to_builtins(_write(out / name, model, rank, world)) for name, model in models]
     )
     written = msgspec.convert(sent, list[list[Written]])
     return _together(out, lambda: _commit(out, version, written) if rank == 0 else "")[0]
@@ -296,8 +296,8 @@ def _write_layout(
 def _commit(out: Path, version: NewVersion, written: Sequence[Sequence[Written]]) -> str:
     """Complete each model, and write last the manifest with the files of all processes; returns its digest."""
     digests: dict[str, FileDigest] = {}
-    for (prefix, one), of_all in zip(version.models.items(), zip(*written, strict=True), strict=True):
-        completed = _complete(out / prefix, one, of_all)
+    for (prefix, model), of_all in zip(version.models.items(), zip(*written, strict=True), strict=True):
+        completed = _complete(out / prefix, model, of_all)
         digests |= {prefix + name: digest for name, digest in completed.items()}
     if version.known is not None:
         digests[known_logprobs.NAME] = write_hashed(out / known_logprobs.NAME, version.known.encode())

@@ -59,7 +59,7 @@ def train_critic(
         return {}
     sampled = batch.loss_mask.bool()
     returns, values = batch.returns[sampled].double(), batch.values[sampled].double()
-    spread, unexplained = (float(one.var(correction=0)) for one in (returns, returns - values))
+    spread, unexplained = (float(numbers.var(correction=0)) for numbers in (returns, returns - values))
     totals = take_steps(critic, batch, settings, ValueObjective(settings), show)
     figures = {
         "value_loss": totals.loss / totals.steps,

@@ -101,11 +101,11 @@ def _make_buffers(model: PreTrainedModel, like: PreTrainedModel) -> None:
         held[leaf] = made.to(made.device if was is None else was.device)
 
 
-def _entire(one: Tensor) -> AbstractContextManager[None]:
+def _entire(tensor: Tensor) -> AbstractContextManager[None]:
     """While this lasts, each process holds the whole of a parameter that ZeRO-3 has split, and the first may change it."""
     gathered: AbstractContextManager[None] = (
-        _deepspeed().zero.GatheredParameters([one], modifier_rank=0)
-        if hasattr(one, "ds_shape")
+        _deepspeed().zero.GatheredParameters([tensor], modifier_rank=0)
+        if hasattr(tensor, "ds_shape")
         else nullcontext()
     )
     return gathered
@@ -123,7 +123,9 @@ class DeepSpeedBackend:
         self._adamw = make_optimizer(model.parameters(), settings.optimizer)
         # DeepSpeed replaces the parameters of each group by a flat partition.
         self._groups = [list(group["params"]) for group in self._adamw.param_groups]
-        self.trained = {name: one for name, one in model.causal.named_parameters() if one.requires_grad}
+        self.trained = {
+            name: parameter for name, parameter in model.causal.named_parameters() if parameter.requires_grad
+        }
         accelerator = _accelerator()
         # A kept process may load another policy, so the previous engine is freed.
         accelerator.free_memory()
@@ -142,10 +144,10 @@ class DeepSpeedBackend:
         if self._stage < 3:
             return held
         return {
-            name: Partitioned(_shape(one), one.dtype, partial(_gathered, one))
-            if hasattr(one, "ds_shape")
-            else one
-            for name, one in held.items()
+            name: Partitioned(_shape(parameter), parameter.dtype, partial(_gathered, parameter))
+            if hasattr(parameter, "ds_shape")
+            else parameter
+            for name, parameter in held.items()
         }
 
     def state(self, optimizer_steps: int, *, without_weights: bool) -> TrainerState:
@@ -155,17 +157,17 @@ class DeepSpeedBackend:
         steps = {float(state["step"]) for state in self._adamw.state.values()}
         self._link_moments()
         tensors, scalars = {}, {}
-        for name, one in self.trained.items():
+        for name, parameter in self.trained.items():
 
-            def of(get: Any, one: Parameter = one) -> Any:
-                return Partitioned(_shape(one), torch.float32, get)
+            def of(get: Any, parameter: Parameter = parameter) -> Any:
+                return Partitioned(_shape(parameter), torch.float32, get)
 
             if not without_weights:
-                tensors[f"{WEIGHT}/{name}"] = of(partial(safe_get_full_fp32_param, one))
+                tensors[f"{WEIGHT}/{name}"] = of(partial(safe_get_full_fp32_param, parameter))
             for step in steps:
                 scalars[f"step/{name}"] = step
             for key in MOMENTS if steps else ():
-                tensors[f"{key}/{name}"] = of(partial(safe_get_full_optimizer_state, one, key))
+                tensors[f"{key}/{name}"] = of(partial(safe_get_full_optimizer_state, parameter, key))
         return TrainerState(optimizer_steps, tensors, scalars)
 
     def restore(self, folder: Path, policy_version: int) -> StateLayout:

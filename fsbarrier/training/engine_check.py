@@ -76,7 +76,7 @@ def windows(batch: TrainingBatch, longest: int) -> TrainingBatch | None:
 def of_tokens(tokens: Sequence[Tensor], masks: Sequence[Tensor]) -> TrainingBatch:
     """A batch that nobody trains on."""
     none = torch.zeros(len(tokens))
-    ends = torch.tensor([len(one) for one in tokens]).cumsum(0)
+    ends = torch.tensor([len(sequence) for sequence in tokens]).cumsum(0)
     return TrainingBatch(
         token_ids=torch.cat([*tokens]),
         loss_mask=torch.cat([*masks]),

@@ -84,13 +84,13 @@ class GapSums:
 def check(gap: LogprobGap, settings: Settings, processes: Processes, model: Path) -> None:
     """Raises ProgramFailed if the gap of all engines, or of one, exceeds the limit."""
     limit = limit_of(settings, processes)
-    judged = [one for one in gap.engines if one.tokens >= ENOUGH_TOKENS]
+    judged = [engine for engine in gap.engines if engine.tokens >= ENOUGH_TOKENS]
     # The comparison is negated so that NaN counts as bad.
-    bad = [one for one in judged if not one.mean <= limit]
+    bad = [engine for engine in judged if not engine.mean <= limit]
     if gap.mean is None or (not bad and gap.mean <= limit):
         return
     who = ", ".join(map(str, bad)) or "the engines"
-    worst = max(bad, key=lambda one: one.mean, default=None)
+    worst = max(bad, key=lambda engine: engine.mean, default=None)
     mean, maximum = (gap.mean, gap.maximum) if worst is None else (worst.mean, worst.maximum)
     advice = (
         f"; the other {len(judged) - len(bad)} engines agree: start that node again; to train on what was sampled all the "

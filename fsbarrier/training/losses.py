@@ -98,7 +98,9 @@ def minibatch_loss(
     algorithm: AlgorithmSettings, values: TokenValues, advantages: Tensor, mask: Tensor, divisor: Divisor
 ) -> LossSums:
     """A micro-batch's contribution to the loss. `mask`: the tokens to train on."""
-    new, old, engine = (torch.where(mask, one, 0.0) for one in (values.new, values.old, values.engine))
+    new, old, engine = (
+        torch.where(mask, log_probs, 0.0) for log_probs in (values.new, values.old, values.engine)
+    )
     log_ratio = sequence_log_ratio(new - old, mask) if algorithm.loss == "gspo" else new - old
     ratio = bounded_exp(log_ratio)
     weight = advantages[:, None] if advantages.dim() == 1 else advantages
@@ -288,6 +290,6 @@ def token_log_probs(logits: Tensor, tokens: Tensor, temperature: float) -> tuple
     counts = sampleable.sum(2)
     certainty = -all_log_probs.detach().where(sampleable, 0.0).sum(2) / counts - counts.log()
     chosen, entropy, certainty = (
-        torch.nn.functional.pad(one, (1, 0)) for one in (chosen, entropy, certainty)
+        torch.nn.functional.pad(tensor, (1, 0)) for tensor in (chosen, entropy, certainty)
     )
     return chosen, entropy, certainty

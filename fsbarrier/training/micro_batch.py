@@ -49,11 +49,13 @@ class MicroBatch:
 
         if packed:
             # Restarting positions mark the sequence boundaries for the attention.
-            positions = torch.cat([torch.arange(len(one)) for one in tokens])
+            positions = torch.cat([torch.arange(len(sequence)) for sequence in tokens])
             inputs = {"input_ids": torch.cat(tokens)[None], "position_ids": positions[None]}
-            wanted = torch.cat([row[: len(one)] for row, one in zip(mask, tokens, strict=True)])[None]
+            wanted = torch.cat([row[: len(sequence)] for row, sequence in zip(mask, tokens, strict=True)])[
+                None
+            ]
         else:
-            attention = pad_sequence([torch.ones_like(one) for one in tokens], batch_first=True)
+            attention = pad_sequence([torch.ones_like(sequence) for sequence in tokens], batch_first=True)
             inputs = {"input_ids": pad_sequence(tokens, batch_first=True), "attention_mask": attention}
             wanted = mask
         if batch.vision is not None:
@@ -69,7 +71,7 @@ class MicroBatch:
         return cls(
             on_device,
             *(part.to(device) for part in parts),
-            *(None if one is None else padded(one).to(device) for one in further),
+            *(None if tensor is None else padded(tensor).to(device) for tensor in further),
         )
 
     def placed(self, found: Tensor) -> Tensor:
@@ -89,7 +91,7 @@ def plan(
     dealt = sorted(indices, key=lambda index: (-lengths[index], index))
     ranks = [_micro_batches(dealt[rank::world], lengths, most_tokens, packed) for rank in range(world)]
     rounds = list(zip_longest(*ranks, fillvalue=[]))
-    return [[list(one[rank]) for one in rounds] for rank in range(world)]
+    return [[list(round_sizes[rank]) for round_sizes in rounds] for rank in range(world)]
 
 
 def _micro_batches(

@@ -84,7 +84,9 @@ class PolicyObjective:
         if self._gap is not None:
             self._gap.add(new, micro, mask, chosen)
         # Tokens of examples (SFT) were not sampled, and are NaN; they get the ratio 1.
-        old, engine = (torch.where(one.isnan(), new.detach(), one) for one in (micro.old, micro.engine))
+        old, engine = (
+            torch.where(log_probs.isnan(), new.detach(), log_probs) for log_probs in (micro.old, micro.engine)
+        )
         values = TokenValues(new, old, engine, entropy, micro.reference)
         return minibatch_loss(self.settings.algorithm, values, micro.weights, mask, divisor)
 
@@ -134,7 +136,7 @@ def take_steps(
         totals.loss += step.loss
         totals.grad_norm += grad_norm
         totals.tokens += step.tokens
-        totals.of_tokens = {name: one + step.of_tokens[name] for name, one in totals.of_tokens.items()}
+        totals.of_tokens = {name: metric + step.of_tokens[name] for name, metric in totals.of_tokens.items()}
         show(totals.steps)
     return totals
 
@@ -162,7 +164,7 @@ def accumulate(
         micro = MicroBatch.of(batch, chosen or indices[:1].tolist(), processes.device, packed=trained.packs)
         mask = micro.mask if chosen else torch.zeros_like(micro.mask)
         outputs = trained.backend.model(micro.inputs, micro.wanted, settings.rollout.temperature)
-        part = objective.loss(tuple(micro.placed(one) for one in outputs), micro, mask, chosen, divisor)
+        part = objective.loss(tuple(micro.placed(output) for output in outputs), micro, mask, chosen, divisor)
         # Gradients are summed over micro-batches and processes, which gives the gradient of the whole minibatch's loss.
         trained.backend.backward(part.loss, last=number == len(mine))
         sums += torch.stack([part.loss.detach().double(), *part.sums])

@@ -59,8 +59,8 @@ def try_loss(algorithm: AlgorithmSettings) -> None:
         )
 
 
-def near(one: Tensor, other: Tensor) -> bool:
-    return bool(torch.allclose(one, other, rtol=1e-4, atol=1e-5))
+def near(first: Tensor, other: Tensor) -> bool:
+    return bool(torch.allclose(first, other, rtol=1e-4, atol=1e-5))
 
 
 def measured(algorithm: AlgorithmSettings, rows: list[int]) -> tuple[Tensor, Tensor]:

@@ -173,7 +173,9 @@ def _with_exact_buffers(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
     def post_init(self: PreTrainedModel) -> None:
         kind.post_init(self)
         stored = self.state_dict(keep_vars=True).items()
-        self._keep_in_fp32_modules_strict |= {name for name, one in stored if not isinstance(one, Parameter)}
+        self._keep_in_fp32_modules_strict |= {
+            name for name, tensor in stored if not isinstance(tensor, Parameter)
+        }
 
     return type(kind.__name__, (kind,), {"post_init": post_init})
 

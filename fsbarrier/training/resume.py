@@ -44,7 +44,8 @@ class KeptTrainer:
         """Whether it equals the trainer that would be loaded. Some settings (weight decay; DeepSpeed's maximum norm) are read only when a
         trainer is created, so a change requires a new one."""
         before, now = (
-            (one.trainer, one.optimizer, one.lora, one.critic) for one in (self.settings, settings)
+            (some_settings.trainer, some_settings.optimizer, some_settings.lora, some_settings.critic)
+            for some_settings in (self.settings, settings)
         )
         return self.policy == policy and before == now
 

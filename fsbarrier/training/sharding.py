@@ -105,11 +105,13 @@ def _materialise(model: TokenModel, device: torch.device) -> None:
         return
     embedding, head = model.causal.get_input_embeddings(), model.causal.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
-    buffers = [(module, name, one) for module in model.modules() for name, one in module._buffers.items()]
+    buffers = [
+        (module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()
+    ]
     model.to_empty(device=device)
     # Put the buffers back, which `to_empty` replaced too: they had their content, on the right device.
-    for module, name, one in buffers:
-        module._buffers[name] = one
+    for module, name, buffer in buffers:
+        module._buffers[name] = buffer
     if tied:
         head.weight = embedding.weight
 

@@ -44,7 +44,9 @@ class TorchBackend:
         else:
             sharding.shard(model, layout, processes)
         self.optimizer = optimizer.make_optimizer(model.parameters(), settings)
-        self.trained = {name: one for name, one in model.causal.named_parameters() if one.requires_grad}
+        self.trained = {
+            name: parameter for name, parameter in model.causal.named_parameters() if parameter.requires_grad
+        }
 
     def weights(self) -> dict[str, Tensor]:
         """All weights of the model, under transformers' names."""

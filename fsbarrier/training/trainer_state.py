@@ -49,7 +49,9 @@ class TrainerState:
     ) -> Self:
         """`parameters`: the trained parameters by name. `without_weights`: the served weights are already exact."""
         tensors: dict[str, Tensor | Partitioned] = (
-            {} if without_weights else {f"{WEIGHT}/{name}": one for name, one in parameters.items()}
+            {}
+            if without_weights
+            else {f"{WEIGHT}/{name}": parameter for name, parameter in parameters.items()}
         )
         scalars = {}
         for name, parameter in parameters.items():

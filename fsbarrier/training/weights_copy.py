@@ -63,8 +63,8 @@ class WeightsCopy:
         prefix, adapter_prefix = f"{model.name}/", f"{model.name}/adapter/"
         listed = manifest.files.items()
         wanted = {
-            name: one
-            for name, one in listed
+            name: file
+            for name, file in listed
             if name.startswith(prefix) and not name.startswith(adapter_prefix)
         }
         weights = [name for name in wanted if name.endswith(".safetensors")]

@@ -78,7 +78,7 @@ def filled(template: str, event: Event) -> str:
         optional, name, form = match.groups()
         if name is not None:
             return _value(event, name, form) or "?"
-        return ", ".join(filter(None, (_optional(one, event) for one in optional.split("|"))))
+        return ", ".join(filter(None, (_optional(word, event) for word in optional.split("|"))))
 
     return _PART.sub(part, template)
 

@@ -69,7 +69,7 @@ class RunHistory:
     def rewards(self) -> list[Rewards]:
         """The iterations that have a reward, in order."""
         found = [self._rewards(iteration) for iteration in sorted({key[0] for key in self._results})]
-        return [one for one in found if one.train is not None or one.test is not None]
+        return [reward for reward in found if reward.train is not None or reward.test is not None]
 
     def results(self) -> dict[int, list[Event]]:
         """iteration -> the newest report of each kind from its phases."""

@@ -62,23 +62,24 @@ def _engines(node: NodeStatus) -> list[tuple[str | tuple[str, str], tuple[str, s
     listed, environments = [(node.progress or {}).get(name) for name in ("engines", "environments")]
     rows: list[tuple[str | tuple[str, str], tuple[str, str]]] = []
     # A user's own program may report anything under that name.
-    for one in listed if isinstance(listed, list) else ():
-        if isinstance(one, dict):
-            doing = f"{short(number(one, 'sequences') or 0)} sequences, {short(number(one, 'tokens') or 0)} tokens so far"
-            name = f"engine {number(one, 'replica') or 0:.0f}"
-            rows.append(("up" if one.get("up") else ("down", "bold yellow"), (name, doing)))
-    named = {f"engines.{name}": one for name, one in node.engines.items()}
-    for name, one in {**named, **(environments if isinstance(environments, dict) else {})}.items():
-        if isinstance(one, dict):
-            told, restarts = one.get("states"), int(number(one, "restarts") or 0)
+    for engine in listed if isinstance(listed, list) else ():
+        if isinstance(engine, dict):
+            doing = f"{short(number(engine, 'sequences') or 0)} sequences, {short(number(engine, 'tokens') or 0)} tokens so far"
+            name = f"engine {number(engine, 'replica') or 0:.0f}"
+            rows.append(("up" if engine.get("up") else ("down", "bold yellow"), (name, doing)))
+    named = {f"engines.{name}": engine for name, engine in node.engines.items()}
+    for name, shown in {**named, **(environments if isinstance(environments, dict) else {})}.items():
+        if isinstance(shown, dict):
+            told, restarts = shown.get("states"), int(number(shown, "restarts") or 0)
             states = [*map(str, told)] if isinstance(told, list) else []
             state = next(
-                (one for one in ("down", "starting") if one in states), states[0] if states else "off"
+                (problem for problem in ("down", "starting") if problem in states),
+                states[0] if states else "off",
             )
-            said = [f"restarted {counted(restarts, 'time')}: {text(one, 'why')}"] if restarts else []
-            if (sessions := number(one, "sessions")) is not None:
-                most = "" if (limit := number(one, "most")) is None else f"/{limit:.0f}"
-                said.insert(0, f"sessions {sessions:.0f}{most}, {number(one, 'waiting') or 0:.0f} waiting")
+            said = [f"restarted {counted(restarts, 'time')}: {text(shown, 'why')}"] if restarts else []
+            if (sessions := number(shown, "sessions")) is not None:
+                most = "" if (limit := number(shown, "most")) is None else f"/{limit:.0f}"
+                said.insert(0, f"sessions {sessions:.0f}{most}, {number(shown, 'waiting') or 0:.0f} waiting")
             row = (one_line(name), one_line("; ".join(said)))
             rows.append(((state, "bold yellow") if state == "down" else state, row))
     return rows

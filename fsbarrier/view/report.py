@@ -83,7 +83,7 @@ def page(reader: RunReader, status: RunStatus, *, with_samples: bool = True) -> 
     environment.filters["line"] = one_line
     folder = Path(status.log_path)
     shown_times = finished[-BARS:]
-    barred = {one.iteration for one in shown_times}
+    barred = {timing.iteration for timing in shown_times}
     spans = [span for span in reader.spans() if span.iteration in barred]
     html = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         name=f"{folder.parent.name}/{folder.name}".lstrip("/"),
@@ -97,8 +97,8 @@ def page(reader: RunReader, status: RunStatus, *, with_samples: bool = True) -> 
         all_times=len(finished),
         wastes=wastes(spans)
         + [
-            f"{duration(one.cost_s)} before generation {one.generation}: {one.reason or 'unknown reason'}"
-            for one in status.interruptions[:INTERRUPTIONS]
+            f"{duration(interruption.cost_s)} before generation {interruption.generation}: {interruption.reason or 'unknown reason'}"
+            for interruption in status.interruptions[:INTERRUPTIONS]
         ],
         events=_events(reader),
         settings=_settings(reader),
@@ -144,7 +144,7 @@ def _tiles(
         mean = duration(total.coordination_s / count)
         tiles.append(("coordination", percent(total.share), f"{mean} per iteration, by the nodes' clocks"))
     if status.goodput is not None:
-        lost = duration(sum(one.cost_s for one in status.interruptions))
+        lost = duration(sum(interruption.cost_s for interruption in status.interruptions))
         note = f"{lost} lost by {counted(len(status.interruptions), 'interruption')}"
         tiles.append(("goodput", amount(status.goodput), note if status.interruptions else ""))
     tiles.append(("nodes lost", str(len(reader.history.losses)), ""))
@@ -161,7 +161,9 @@ def _curves(reader: RunReader, status: RunStatus) -> list[tuple[str, str, str]]:
     """
     rows, curves = iteration_rows(reader, status), []
     columns = [*next(iter(rows.values()), {})]
-    metrics = [one for one in columns if one.startswith(MEASURED) and not one.endswith(("_se", "_s"))]
+    metrics = [
+        column for column in columns if column.startswith(MEASURED) and not column.endswith(("_se", "_s"))
+    ]
     rewards = {"train": "train_reward", "held-out": "test_reward"}
     for title, named in {"reward": rewards, **{metric: {metric: metric} for metric in metrics}}.items():
         series = [
@@ -169,9 +171,9 @@ def _curves(reader: RunReader, status: RunStatus) -> list[tuple[str, str, str]]:
             for name, column in named.items()
             if (points := _points(rows, column))
         ]
-        if any(value for one in series for _, value in one.points):
+        if any(value for line in series for _, value in line.points):
             newest = ", ".join(
-                f"{one.name} " * (len(series) > 1) + f"{_newest(one.points[-1][1])}" for one in series
+                f"{line.name} " * (len(series) > 1) + f"{_newest(line.points[-1][1])}" for line in series
             )
             error = "eval_reward_se" if named is rewards else f"{title}_se"
             if deviations := _points(rows, error):
@@ -205,16 +207,20 @@ def _legend(times: Sequence[IterationTime]) -> list[tuple[str, str]]:
 
 def _times(times: Sequence[IterationTime]) -> list[Bar]:
     """A bar an iteration, made of its phases."""
-    usual = [one.seconds for one in times if one.seconds <= OUTLIER * median(each.seconds for each in times)]
+    usual = [
+        timing.seconds
+        for timing in times
+        if timing.seconds <= OUTLIER * median(each.seconds for each in times)
+    ]
     longest = max(usual, default=0.0) or 1.0
     bars = list[Bar]()
-    for one in times:
+    for timing in times:
         pieces: list[Piece] = []
         begin = 0.0
-        for (index, name), seconds in one.phases.items():
+        for (index, name), seconds in timing.phases.items():
             pieces.append(piece(f"p{index}", name, begin, seconds, longest))
             begin += seconds
-        bars.append((str(one.iteration), pieces, duration(one.seconds)))
+        bars.append((str(timing.iteration), pieces, duration(timing.seconds)))
     return bars
 
 
@@ -268,7 +274,7 @@ def ticks(low: float, high: float, about: int) -> list[float]:
 
 def line_chart(series: Sequence[Series]) -> str:
     """A line chart over iterations."""
-    points = [point for one in series for point in one.points]
+    points = [point for line in series for point in line.points]
     low, high = min(y for _, y in points), max(y for _, y in points)
     if 0 <= low <= 0.6 * high or low == high > 0:
         low = 0.0
@@ -296,13 +302,15 @@ def line_chart(series: Sequence[Series]) -> str:
         if x == int(x) and x_low <= x <= x_high:
             write(x_of(x), HEIGHT - BOTTOM + 16, f"{x:g}")
     write((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 3, "iteration")
-    for one in series:
-        stride = max(1, math.ceil(len(one.points) / MOST_POINTS))
-        path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in [*one.points[:-1:stride], one.points[-1]])
-        body.append(f'<polyline class="curve {one.style}" points="{path}"/>')
-        for x, y in one.points if len(one.points) <= FEW else ():
-            title = f"<title>{escape(one.name)} {_newest(y)} ({x:g})</title>"
+    for line in series:
+        stride = max(1, math.ceil(len(line.points) / MOST_POINTS))
+        path = " ".join(
+            f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in [*line.points[:-1:stride], line.points[-1]]
+        )
+        body.append(f'<polyline class="curve {line.style}" points="{path}"/>')
+        for x, y in line.points if len(line.points) <= FEW else ():
+            title = f"<title>{escape(line.name)} {_newest(y)} ({x:g})</title>"
             at = f'cx="{x_of(x):.1f}" cy="{y_of(y):.1f}"'
-            body.append(f'<circle class="dot {one.style}" {at} r="3">{title}</circle>')
-    label = escape(f"{' and '.join(one.name for one in series)} by iteration", quote=True)
+            body.append(f'<circle class="dot {line.style}" {at} r="3">{title}</circle>')
+    label = escape(f"{' and '.join(line.name for line in series)} by iteration", quote=True)
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(body)}</svg>'

@@ -60,9 +60,9 @@ def iteration_rows(reader: RunReader, status: RunStatus) -> dict[int, Row]:
     """The values by iteration, for tables, curves and trackers. All iterations use the same column order."""
     reports = {name: reader.history.reports(name) for name in MEASURES}
     measured = {name: _measured(name, events.values()) for name, events in reports.items()}
-    times = {one.iteration: one for one in status.times}
-    rewards = {one.iteration: one for one in status.rewards}
-    phases = sorted({phase for one in status.times for phase in one.phases})
+    times = {timing.iteration: timing for timing in status.times}
+    rewards = {reward.iteration: reward for reward in status.rewards}
+    phases = sorted({phase for timing in status.times for phase in timing.phases})
     found: dict[int, Row] = {}
     for iteration in sorted({*reports["updated"], *times, *rewards}):
         reward, time = rewards.get(iteration), times.get(iteration)

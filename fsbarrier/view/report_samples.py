@@ -43,7 +43,7 @@ def _split(paths: RunPaths, split: str, newest: int) -> SplitSamples | None:
     merges = MERGED.parse_all(os.listdir(folder)) if folder.is_dir() else []
     # `newest` comes from a journal, and may be any number.
     iteration = max(
-        (one.iteration for one in merges if one.split == split and one.iteration <= newest), default=0
+        (merge.iteration for merge in merges if merge.split == split and merge.iteration <= newest), default=0
     )
     if not iteration:
         return None
@@ -99,7 +99,7 @@ def choose(groups: Sequence[Place]) -> list[tuple[str, Trajectory]]:
 
 def _judged(place: Place) -> list[Trajectory]:
     trajectories = read_trajectories(*place)
-    return [one for one in trajectories if one.get("valid", True)] or trajectories
+    return [trajectory for trajectory in trajectories if trajectory.get("valid", True)] or trajectories
 
 
 def _reward(trajectory: Trajectory) -> float:
@@ -129,12 +129,12 @@ def _sample(label: str, trajectory: Trajectory, kept_in: Path) -> ShownTrajector
 def _messages(trajectory: Trajectory) -> Sequence[tuple[str, object]]:
     """(role, text) in order. Trajectories written by other programs may lack any field."""
     if messages := trajectory.get("messages"):
-        return [(str(one.get("role", "")), one.get("content")) for one in messages]
+        return [(str(message.get("role", "")), message.get("content")) for message in messages]
     prompt = trajectory.get("prompt", "")
     asked = (
         [("prompt", prompt)]
         if isinstance(prompt, str)
-        else [(one.get("role", ""), one.get("content")) for one in prompt]
+        else [(message.get("role", ""), message.get("content")) for message in prompt]
     )
     return [*asked, ("answer", trajectory.get("text", ""))]
 

@@ -87,7 +87,7 @@ class RunStatus:
     @property
     def finished_times(self) -> list[IterationTime]:
         """The timings of the complete iterations."""
-        return [one for one in self.times if one.complete]
+        return [timing for timing in self.times if timing.complete]
 
     def to_json(self) -> dict[str, object]:
         """The output of `fsbarrier status --json`."""
@@ -97,12 +97,12 @@ class RunStatus:
         body["phases_s"] = {name: round(seconds, 6) for (_, name), seconds in totals.items()}
         body["coordination"] = [
             {
-                "iteration": one.iteration,
-                "seconds": round(one.seconds, 6),
-                "coordination_s": round(one.coordination_s, 6),
-                "share": round(one.share, 6),
+                "iteration": timing.iteration,
+                "seconds": round(timing.seconds, 6),
+                "coordination_s": round(timing.coordination_s, 6),
+                "share": round(timing.share, 6),
             }
-            for one in self.finished_times
+            for timing in self.finished_times
         ]
         return body
 
@@ -143,7 +143,7 @@ def status_of(reader: RunReader, now: float) -> RunStatus:
     logs = log_folders(reader.paths)
     nodes = tuple(node_status(reader, rank, now, logs.get(rank)) for rank in ranks)
     state, exit_code = _state(reader, nodes)
-    times = tuple(one for one in reader.times() if one.complete or len(one.phases) > 1)
+    times = tuple(timing for timing in reader.times() if timing.complete or len(timing.phases) > 1)
     good = goodput(reader.rows())
     return RunStatus(
         state=state,
@@ -244,9 +244,9 @@ def _figures(reader: RunReader, times: Sequence[IterationTime]) -> dict[str, flo
         ]
         found |= {field: values[-1]} if values else {}
     phases_s = {
-        one.iteration: {name: seconds for (_, name), seconds in one.phases.items()}
-        for one in times
-        if one.complete
+        timing.iteration: {name: seconds for (_, name), seconds in timing.phases.items()}
+        for timing in times
+        if timing.complete
     }
     for iteration, event in reader.history.reports("rolled_out").items():
         seconds = phases_s.get(iteration, {}).get(TRAIN_ROLLOUT)
@@ -269,7 +269,7 @@ def _interruptions(reader: RunReader, costs_s: Mapping[int, float]) -> Iterator[
 def _time_left(reader: RunReader, times: Sequence[IterationTime]) -> dict[str, float]:
     """Estimate the seconds until the last iteration ends from the mean of the newest ones; {} if there is no end, or none is complete."""
     newest, until = (
-        [one.seconds for one in times if one.complete][-NEWEST_ITERATIONS:],
+        [timing.seconds for timing in times if timing.complete][-NEWEST_ITERATIONS:],
         _last_iteration(reader),
     )
     left = until - reader.position[1] + 1 if until is not None else 0
@@ -295,7 +295,9 @@ def _files(reader: RunReader, nodes: tuple[NodeStatus, ...]) -> dict[str, str]:
         for name, path in named.items()
         if path is not None and (path.exists() or path.is_symlink())
     }
-    failed = {one.node_rank for one in reader.history.failures if one.iteration == reader.position[1]}
+    failed = {
+        failure.node_rank for failure in reader.history.failures if failure.iteration == reader.position[1]
+    }
     troubled = [node for node in nodes if node.state in ("lost", "suspected") or node.node_rank in failed]
     return found | {f"node_{node.node_rank}_logs": node.logs for node in troubled[:4] if node.logs}
 
@@ -385,11 +387,11 @@ def _early_endings(reader: RunReader, nodes: Sequence[NodeStatus]) -> list[str]:
 
 def _failures(reader: RunReader) -> list[str]:
     """The programs that failed in the current iteration, each once, with their last log lines."""
-    failures = [one for one in reader.history.failures if one.iteration == reader.position[1]]
-    latest = {(one.node_rank, one.phase): one for one in failures}
+    failures = [failure for failure in reader.history.failures if failure.iteration == reader.position[1]]
+    latest = {(failure.node_rank, failure.phase): failure for failure in failures}
     found = []
     for key, failure in list(latest.items())[-3:]:
-        tries = sum((one.node_rank, one.phase) == key for one in failures)
+        tries = sum((failure.node_rank, failure.phase) == key for failure in failures)
         times = f" ({tries} times)" if tries > 1 else ""
         phase = f"{failure.phase} {failure.phase_name}"
         where = f"node {failure.node_rank}, iteration {failure.iteration}, phase {phase}"

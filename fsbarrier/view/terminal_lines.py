@@ -171,8 +171,8 @@ def problem_lines(status: RunStatus, width: int, most: int) -> list[Text]:
 def reward_lines(rewards: Sequence[Rewards], width: int) -> list[Text]:
     """Up to two lines: sparklines of training and held-out reward with first and last value."""
     curves = (
-        ("train", TRAIN, [one.train for one in rewards]),
-        ("held-out", TEST, [one.test for one in rewards]),
+        ("train", TRAIN, [reward.train for reward in rewards]),
+        ("held-out", TEST, [reward.test for reward in rewards]),
     )
     known = [value for _, _, curve in curves for value in curve if value is not None]
     low, high = (min(known), max(known)) if known else (0.0, 1.0)

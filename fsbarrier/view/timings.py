@@ -155,7 +155,9 @@ def _row(spans: Sequence[Span], following: Sequence[Span]) -> RowTime:
     # If one member passed the row, all were done with it, even one whose journal ends earlier.
     passed = any(span.outcome == PASSED for span in spans)
     began = max(span.began_at for span in spans)
-    ends = [one.began_at for one in following] if passed and following else [one.ended_at for one in spans]
+    ends = (
+        [span.began_at for span in following] if passed and following else [span.ended_at for span in spans]
+    )
     ended = max(ends)
     seconds = max(0.0, ended - began)
     done = {span.node_rank: at for span in spans if (at := span.done_at) is not None}
@@ -205,11 +207,11 @@ def iteration_times(rows: Sequence[RowTime], last_phase: int | None = None) -> l
 def together(iterations: Sequence[IterationTime]) -> IterationTime:
     """The sum of several iterations; `iteration` is that of the first."""
     return IterationTime(
-        iteration=min((one.iteration for one in iterations), default=0),
-        seconds=sum(one.seconds for one in iterations),
-        coordination_s=sum(one.coordination_s for one in iterations),
-        phases=_sums(item for one in iterations for item in one.phases.items()),
-        complete=all(one.complete for one in iterations),
+        iteration=min((timing.iteration for timing in iterations), default=0),
+        seconds=sum(timing.seconds for timing in iterations),
+        coordination_s=sum(timing.coordination_s for timing in iterations),
+        phases=_sums(item for timing in iterations for item in timing.phases.items()),
+        complete=all(timing.complete for timing in iterations),
     )
 
 

@@ -130,13 +130,14 @@ def drawn(by_age: Iterable[tuple[int, Iterable[T]]], iterations: int, *, seed: s
         # A group's weight falls from 1 in the newest iteration to nearly 0. Keys are logarithms, because they could underflow.
         weight = ((iterations - age) / iterations) ** 2
         return (
-            (math.log(1.0 - generator.random()) / weight, age, place, one) for place, one in enumerate(groups)
+            (math.log(1.0 - generator.random()) / weight, age, place, group)
+            for place, group in enumerate(groups)
         )
 
     first, *others = (keyed(age, groups) for age, groups in by_age)
     newest = list(first)
-    best = heapq.nlargest(len(newest), chain(newest, *others), key=lambda one: one[0])
-    return [group for _, _, _, group in sorted(best, key=lambda one: one[1:3])]
+    best = heapq.nlargest(len(newest), chain(newest, *others), key=lambda candidate: candidate[0])
+    return [group for _, _, _, group in sorted(best, key=lambda candidate: candidate[1:3])]
 
 
 def read_merged(path: Path) -> tuple[str | None, Iterator[list[Trajectory]]]:
@@ -202,7 +203,9 @@ def weighed_as_batch(
     weights = torch.tensor([sequence.weight for sequence in sequences], dtype=torch.float64)
     tokens = torch.tensor([int(sequence.loss_mask.sum()) for sequence in sequences])
     weights = batch_advantages(weights, tokens, algorithm)
-    return [replace(one, weight=weight) for one, weight in zip(sequences, weights.tolist(), strict=True)]
+    return [
+        replace(sequence, weight=weight) for sequence, weight in zip(sequences, weights.tolist(), strict=True)
+    ]
 
 
 if __name__ == "__main__":

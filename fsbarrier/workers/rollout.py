@@ -55,7 +55,7 @@ class Rollout:
     def __init__(self, spec: RolloutSpec, settings: Settings, progress: ProgressWriter) -> None:
         self.settings, self.spec = settings, spec
         self.rounds = read_rounds(spec.rounds, spec.within_reach)
-        most_samples = max(one.samples for one in self.rounds)
+        most_samples = max(rollout_round.samples for rollout_round in self.rounds)
         servers = servers_of(spec, settings)
         agent = settings.rollout.agent
         # With an agent, this timeout applies to each episode.
@@ -100,7 +100,7 @@ class Rollout:
         # Tasks whose groups an earlier start of this program finished.
         self.resumed: frozenset[int] = frozenset()
         # `max_error_share` applies to the whole phase; each node uses that share of the average number of trajectories per node.
-        total = sum(len(one.tasks) * one.samples for one in self.certain)
+        total = sum(len(rollout_round.tasks) * rollout_round.samples for rollout_round in self.certain)
         self.average_share = total / max(1, len(spec.shares))
         self.counts = Counts()
         self.progress = CountsProgress(progress, self._left_from(0), self.counts, self._servers_now)
@@ -113,7 +113,7 @@ class Rollout:
     def _servers_now(self) -> dict[str, object]:
         """The state of engines and environments, which the progress shows."""
         engines = self.pool.progress()
-        environments = {one.table: one.state for one in self.environments.values()}
+        environments = {environment.table: environment.state for environment in self.environments.values()}
         return {
             **({"engines": engines} if engines else {}),
             **({"environments": environments} if environments else {}),
@@ -148,7 +148,8 @@ class Rollout:
             tokens_per_s=round(counts.completion_tokens / seconds, 1),
         )
         return RolloutOutcome(
-            counts.added_to(report), [event for one in self.environments.values() for event in one.events]
+            counts.added_to(report),
+            [event for environment in self.environments.values() for event in environment.events],
         )
 
     async def _until_the_end(self, writer: RankFileWriter, appending: SharedFlush) -> None:
@@ -247,7 +248,10 @@ class Rollout:
     def _left_from(self, number: int) -> int:
         """Trajectories of this node's own share in the rounds from `number` on."""
         own = self.spec.tasks
-        return sum(one.samples * sum(task in one.tasks for task in own) for one in self.certain[number:])
+        return sum(
+            rollout_round.samples * sum(task in rollout_round.tasks for task in own)
+            for rollout_round in self.certain[number:]
+        )
 
     async def _next_batch(self, number: int, queue: deque[Task]) -> list[Task]:
         """Claim the prompts of the next request of round `number`, after waiting for engine capacity. [] when the round has none

@@ -156,16 +156,16 @@ class Trackers:
         following = self._reader.history.results().get(iteration + 1, ())
         return any(event.fields.get("final") is True for event in following)
 
-    def _logged(self, one: OneTracker, values: dict[str, float], iteration: int) -> bool:
+    def _logged(self, tracker: OneTracker, values: dict[str, float], iteration: int) -> bool:
         try:
-            one.log(values, iteration, self._progress)
+            tracker.log(values, iteration, self._progress)
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-            if not one.failed:
-                self._say(one.name, why)
-            one.failed = why
+            if not tracker.failed:
+                self._say(tracker.name, why)
+            tracker.failed = why
             return False
-        one.failed = ""
+        tracker.failed = ""
         return True
 
     def finish(self) -> None:

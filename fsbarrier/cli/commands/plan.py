@@ -71,7 +71,8 @@ def main(args: argparse.Namespace) -> int:
         return ModelShape.of_folder(folder, lora)
 
     frozen = {
-        name: shape_of(str(one.model), f"engines.{name}.model") for name, one in settings.engines.items()
+        name: shape_of(str(engine.model), f"engines.{name}.model")
+        for name, engine in settings.engines.items()
     }
     plan = cluster_plan.make_plan(shape_of(args.model, "--model"), settings, cluster, frozen)
     if args.json:

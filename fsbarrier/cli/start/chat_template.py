@@ -100,7 +100,7 @@ def check_examples(
 
     `split_turns`: each answer is an example of its own.
     """
-    conversations = [one for one in examples if not one.plain]
+    conversations = [example for example in examples if not example.plain]
     seen: set[tuple[object, ...]] = set()
     for number, example in enumerate(conversations):
         where = place(path, example.index)
@@ -110,8 +110,8 @@ def check_examples(
             return
         kinds = (_kinds(example.messages), bool(example.tools), *sorted(example.chat_template_kwargs))
         try:
-            for one in example.split() if split_turns else [example]:
-                one.pieces(partial(_overridden, render, arguments))
+            for conversation in example.split() if split_turns else [example]:
+                conversation.pieces(partial(_overridden, render, arguments))
             dropped = None
             if kinds not in seen:
                 filled = partial(render, **{**arguments, **example.chat_template_kwargs})
@@ -133,8 +133,9 @@ def _overridden(render: Callable[..., str], arguments: Mapping[str, object], **g
 def _kinds(messages: Sequence[Message]) -> tuple[str, ...]:
     """What a template may treat differently: the role and the fields of each message, and which parts its content has."""
     return tuple(
-        f"{one['role']} {type(one['content']).__name__} {[part['type'] for part in images.parts_of(one['content'])]} {sorted(one)}"
-        for one in messages
+        f"{message['role']} {type(message['content']).__name__} "
+        f"{[part['type'] for part in images.parts_of(message['content'])]} {sorted(message)}"
+        for message in messages
     )
 
 
@@ -161,8 +162,8 @@ def _dropped(
                 continue
             until = number + 1 if name == "reasoning_content" else len(messages)
             without = [
-                {key: value for key, value in one.items() if one is not message or key != name}
-                for one in messages[:until]
+                {key: value for key, value in earlier.items() if earlier is not message or key != name}
+                for earlier in messages[:until]
             ]
             if rendered(messages[:until]) == rendered(without):
                 return f"the field {name} of message {number + 1}"
@@ -176,7 +177,7 @@ def _place_of_image(folder: Path) -> str:
     """The text that stands for an image in a prompt; empty (which any text has) if that is not known."""
     tokens = placeholder_ids(object_in(folder / "config.json"))
     added = object_in(folder / "tokenizer.json").get("added_tokens", ()) if tokens else ()
-    return next((str(one["content"]) for one in added if one["id"] in tokens[:1]), "")
+    return next((str(token["content"]) for token in added if token["id"] in tokens[:1]), "")
 
 
 def renderer(folder: Path, what: str) -> Callable[..., str] | None:

@@ -200,7 +200,7 @@ def _toml_key(name: str) -> str:
 def as_toml(value: object) -> str:
     """A setting's value in TOML."""
     if isinstance(value, Mapping):
-        inner = ", ".join(f"{json.dumps(str(key))} = {as_toml(one)}" for key, one in value.items())
+        inner = ", ".join(f"{json.dumps(str(key))} = {as_toml(item)}" for key, item in value.items())
         return f"{{{inner}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(as_toml, value))}]"

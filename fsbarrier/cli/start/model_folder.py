@@ -97,11 +97,11 @@ def _check_model(said: str, folder: Path, tokenizer: Collection[str]) -> None:
 def with_engines_folders(settings: Settings, data_path: str | None, environ: Environ) -> Settings:
     """The settings with the folders of the models of the frozen engines and the critic. Raises UsageError."""
     found, data = dict(settings.engines), Path(data_path) if data_path else None
-    for name, one in settings.engines.items():
-        if one.model is not None:
-            folder = find_model(one.model, data, environ, f"engines.{name}.model")
+    for name, engine in settings.engines.items():
+        if engine.model is not None:
+            folder = find_model(engine.model, data, environ, f"engines.{name}.model")
             # The link of another run, which may be going on, leads elsewhere later.
-            found[name] = replace(one, model=str(folder.resolve()))
+            found[name] = replace(engine, model=str(folder.resolve()))
     critic = settings.critic
     if critic.model is not None:
         # It gets the policy's tokens, so it needs no tokenizer.
@@ -144,7 +144,7 @@ def check_engines(settings: Settings, policy: Path | None) -> None:
 
 def _check_vocabulary(said: str, folder: Path, policy: Path | None) -> None:
     """A model that is sent the policy's tokens must have the same. Raises UsageError."""
-    ours, theirs = (_vocabulary(one) if one is not None else {} for one in (policy, folder))
+    ours, theirs = (_vocabulary(model) if model is not None else {} for model in (policy, folder))
     other = next((token for token, number in ours.items() if theirs.get(token) != number), None)
     if theirs and other is not None:
         raise UsageError(
@@ -162,7 +162,7 @@ def _vocabulary(folder: Path) -> dict[str, int]:
     pieces = (
         listed if isinstance(listed, dict) else {piece: number for number, (piece, _) in enumerate(listed)}
     )
-    return {**pieces, **{one["content"]: one["id"] for one in content.get("added_tokens", ())}}
+    return {**pieces, **{token["content"]: token["id"] for token in content.get("added_tokens", ())}}
 
 
 def check_trainable(folder: Path, settings: Settings) -> None:
@@ -218,7 +218,7 @@ def _kinds(names: str) -> frozenset[str]:
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         file = Path(folder) / "models" / "auto" / "modeling_auto.py"
         for node in ast.parse(file.read_bytes()).body if file.is_file() else ():
-            if isinstance(node, ast.Assign) and [ast.unparse(one) for one in node.targets] == [names]:
+            if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [names]:
                 pairs = ast.literal_eval(node.value.args[0]) if isinstance(node.value, ast.Call) else ()
                 return frozenset(kind for kind, _ in pairs)
     return frozenset()

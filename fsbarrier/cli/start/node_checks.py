@@ -116,7 +116,7 @@ def _check_accelerators(settings: Settings) -> None:
 def exposed(settings: Settings) -> str:
     """One line if other users of this host could run code in the engines of this node; else ""."""
     engines = [*([settings.engine] if settings.manages_engine else []), *settings.engines.values()]
-    private = any(one.private_network and one.tensor_parallel_size > 1 for one in engines)
+    private = any(engine.private_network and engine.tensor_parallel_size > 1 for engine in engines)
     if not private or not others_may_be_here() or not (why := private_network_problem()):
         return ""
     return (
@@ -159,8 +159,8 @@ def _commands(settings: Settings, environ: Environ) -> None:
     """The programs of the user's commands exist on this node, and the trainer's has only known placeholders."""
     if settings.notify.command is not None:
         _check_command("notify.command", settings.notify.command)
-    for name, one in settings.all_environments.items():
-        _check_command(settings.environment_key(name, "command"), str(one.command))
+    for name, environment in settings.all_environments.items():
+        _check_command(settings.environment_key(name, "command"), str(environment.command))
     command = settings.trainer.command
     if command is None:
         return
@@ -288,7 +288,7 @@ def others_may_be_here() -> bool:
     """Whether people other than this user have an account on this host, or a process: in a container, or on a node of one's own, nobody
     does."""
     own = {os.geteuid(), os.getuid()}
-    accounts = {one.pw_uid for one in pwd.getpwall() if not one.pw_shell.endswith(NO_LOGIN)}
+    accounts = {account.pw_uid for account in pwd.getpwall() if not account.pw_shell.endswith(NO_LOGIN)}
     for entry in Path("/proc").iterdir():
         with suppress(OSError):
             if entry.name.isdecimal():

@@ -115,7 +115,9 @@ def _copy(chosen: VersionToExport, out: Path) -> None:
     if not chosen.digests:
         # A user's own folder may contain links, as the Hugging Face cache does.
         shutil.copytree(
-            chosen.model, out, copy_function=lambda one, to: copy_hashed(Path(one), Path(to), chosen.root)
+            chosen.model,
+            out,
+            copy_function=lambda source, to: copy_hashed(Path(source), Path(to), chosen.root),
         )
     for name, digest in chosen.digests.items():
         files.make_dirs((out / name).parent)

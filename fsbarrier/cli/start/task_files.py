@@ -38,9 +38,9 @@ def needed_files(settings: Settings) -> dict[str, str | None]:
     the user named, or None for the default name."""
     if settings.rl_phase == "update":
         return {}
-    held_out = {name: one.file for name, one in settings.eval.sets.items()} or {"test": None}
+    held_out = {name: eval_set.file for name, eval_set in settings.eval.sets.items()} or {"test": None}
     sets = settings.train.sets.items()
-    train = {f"{TRAIN_SET}{name}": one.file for name, one in sets} or {"train": None}
+    train = {f"{TRAIN_SET}{name}": task_set.file for name, task_set in sets} or {"train": None}
     return {"train-only": train, "eval-only": held_out}.get(
         settings.rollout_split or "", train | held_out if settings.eval_interval else train
     )
@@ -106,12 +106,12 @@ def read_tasks(
 def _check_sets(settings: Settings, found: Mapping[str, TaskSource]) -> None:
     """Raises UsageError if a training task belongs to two sets."""
     owners: dict[int, str] = {}
-    for one in training_sets(settings, found):
-        for task in one.tasks:
-            if (other := owners.setdefault(task, one.name)) != one.name:
+    for task_set in training_sets(settings, found):
+        for task in task_set.tasks:
+            if (other := owners.setdefault(task, task_set.name)) != task_set.name:
                 path, first = file_of(task, training_files(found))
                 raise UsageError(
-                    f"{path}, task {task - first}: belongs to both train.sets.{other} and train.sets.{one.name}"
+                    f"{path}, task {task - first}: belongs to both train.sets.{other} and train.sets.{task_set.name}"
                 )
 
 
@@ -170,7 +170,9 @@ def _check_images(tasks: Iterable[Task], path: Path, model: Path, settings: Sett
     has_eyes = sees(reading.json_object(model / "config.json", UsageError))
     can_decode = importlib.util.find_spec("PIL") is not None
     seen: set[str] = set()
-    text_only = [f"reward.kind={one}" for one in reward_kinds(settings.reward.kind) if one.startswith(ENGINE)]
+    text_only = [
+        f"reward.kind={kind}" for kind in reward_kinds(settings.reward.kind) if kind.startswith(ENGINE)
+    ]
     if settings.algorithm.loss == "distil":
         text_only.append("the teacher of algorithm.loss=distil")
     for task in tasks:
@@ -283,5 +285,5 @@ def _most_bytes(task: Task) -> int:
     """At least as many as the prompt that the engine gets."""
     if isinstance(task.prompt, str):
         return len(task.prompt.encode()) + 8
-    said = sum(len(images.text_of(one["content"]).encode()) + MESSAGE_BYTES for one in task.messages)
+    said = sum(len(images.text_of(message["content"]).encode()) + MESSAGE_BYTES for message in task.messages)
     return said + len(json.dumps(task.tools)) + TEMPLATE_BYTES
