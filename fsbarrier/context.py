@@ -202,10 +202,10 @@ class Context:
 
     def decision(self, phase_name: str, kind: type[D]) -> D:
         """The same, but raises ProgramFailed if there is none."""
-        found = self.find_decision(phase_name, kind)
-        if found is None:
+        decision = self.find_decision(phase_name, kind)
+        if decision is None:
             raise ProgramFailed(f"phase {self.phase.name} needs the decision of {phase_name}, which has none")
-        return found
+        return decision
 
     def latest(self, phase_name: str, kind: type[D]) -> D | None:
         """The last decision of `phase_name`, in any iteration; None if there is none."""
@@ -233,10 +233,10 @@ class Context:
         Raises TooFewNodes if there is no group left.
         """
         size = self.settings.engine.nodes
-        found = consecutive(self._holders(self.settings.placement.rollout), size)
-        if not found:
+        groups = consecutive(self._holders(self.settings.placement.rollout), size)
+        if not groups:
             raise TooFewNodes(f"engine.nodes={size}: fewer nodes are left that hold placement.rollout")
-        return found
+        return groups
 
     @property
     def span(self) -> Span | None:
@@ -264,8 +264,8 @@ class Context:
     @property
     def frozen(self) -> dict[str, tuple[int, ...]]:
         """The frozen engines that have servers on this node, with their accelerators by number (`engines.NAME.placement`)."""
-        found = {name: self.holders_of(name) for name in sorted(self.settings.engines)}
-        return {name: held[self.node_rank] for name, held in found.items() if self.node_rank in held}
+        holders = {name: self.holders_of(name) for name in sorted(self.settings.engines)}
+        return {name: held[self.node_rank] for name, held in holders.items() if self.node_rank in held}
 
     def holders_of(self, engine: str) -> dict[int, tuple[int, ...]]:
         """The members that have servers of a frozen engine, and their accelerators by number."""
@@ -273,10 +273,10 @@ class Context:
 
     def _holders(self, placed: str) -> dict[int, tuple[int, ...]]:
         """Raises TooFewNodes if no member is left that holds the role."""
-        found = Ranges.parse(placed).holders(self.ranks, self.accelerators)
-        if not found:
+        holders = Ranges.parse(placed).holders(self.ranks, self.accelerators)
+        if not holders:
             raise TooFewNodes(f"no node is left that holds {placed} (docs/accelerators.md, placement)")
-        return found
+        return holders
 
     @property
     def identity(self) -> Identity:

@@ -128,10 +128,10 @@ def _module_name(path: Path) -> str:
         file = getattr(owner, "__file__", None)
     else:
         try:
-            found = importlib.util.find_spec(path.stem) if "." not in path.stem else None
+            spec = importlib.util.find_spec(path.stem) if "." not in path.stem else None
         except (ImportError, ValueError):
-            found = None
-        file = found.origin if found is not None else str(path)
+            spec = None
+        file = spec.origin if spec is not None else str(path)
     if "." not in path.stem and file is not None and Path(file).resolve() == path:
         return path.stem
     return f"{path.stem.replace('.', '_')}_{hashlib.sha256(os.fsencode(path)).hexdigest()[:8]}"

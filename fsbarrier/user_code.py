@@ -55,7 +55,7 @@ def load_named(setting: str, value: str) -> object:
         raise UsageError(
             f"{said}: cannot load {file}: {described_failure(error, str(file.resolve()))}"
         ) from None
-    found = getattr(module, name, None)
-    if found is None:
+    loaded = getattr(module, name, None)
+    if loaded is None:
         raise UsageError(f"{said}: {file} does not define {name}{nearest(name, vars(module))}")
-    return found
+    return loaded

@@ -70,8 +70,8 @@ def rollout(node: Node, decision: RolloutDecision | None) -> RolloutReport | Non
     speeds = ctx.settings.custom.get("speeds", ())
     speed = speeds[ctx.node_rank] if ctx.node_rank < len(speeds) else 1.0
     whole = RolloutRound(decision.wanted, {}, rl.sampling_of(ctx.settings.rollout))
-    told = rl.rollout_spec(ctx, decision, [whole])
-    spec = ToyRollout(ctx.identity, told, ctx.settings.toy.phase_s, speed)
+    rollout_spec = rl.rollout_spec(ctx, decision, [whole])
+    spec = ToyRollout(ctx.identity, rollout_spec, ctx.settings.toy.phase_s, speed)
     return node.run(spec).report
 
 

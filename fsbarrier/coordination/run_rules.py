@@ -42,14 +42,14 @@ def roles(accelerators: int, began: Settings, current: Payload) -> list[Role]:
     placed |= {
         f"placement.{name}": engine.placement for name, engine in began.engines.items() if engine.placement
     }
-    nodes, found = range(current["num_nodes"]), []
+    nodes, limited = range(current["num_nodes"]), []
     for name, text in placed.items():
         ranges, spans = Ranges.parse(text), began.engine.nodes if name == "placement.rollout" else 1
         if spans > 1 or not ranges.everything:
             holders = frozenset(ranges.holders(nodes, accelerators))
             asked = f" for engine.nodes={spans}" if spans > 1 else ""
-            found.append(Role(f"{name}={text}{asked}", holders, spans))
-    return found
+            limited.append(Role(f"{name}={text}{asked}", holders, spans))
+    return limited
 
 
 def poll_intervals(settings: Settings) -> PollIntervals:

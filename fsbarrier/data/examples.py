@@ -60,7 +60,7 @@ class Example:
         messages = for_template(self.messages)
         beside = {**self.chat_template_kwargs, **({"tools": list(self.tools)} if self.tools else {})}
         whole = render(messages=messages, add_generation_prompt=False, **beside)
-        found: list[tuple[str, bool]] = []
+        texts: list[tuple[str, bool]] = []
         done = ""
         for number in self.answers:
             before = render(messages=messages[:number], add_generation_prompt=True, **beside)
@@ -72,23 +72,23 @@ class Example:
                     f"it renders message {number + 1} differently once others follow, as templates do that leave out earlier "
                     "thoughts, so what the assistant says cannot be marked; sft.split_turns=true makes an example of each answer"
                 )
-            found += [(before[len(done) :], False), (after[len(before) :], True)]
+            texts += [(before[len(done) :], False), (after[len(before) :], True)]
             done = after
-        return found
+        return texts
 
 
 def read_examples(path: Path, indices: Collection[int] | None = None) -> tuple[int, dict[int, Example]]:
     """The number of examples in a file, and all of them or only those with `indices`. Each row has `messages`, or `prompt` and
     `completion` (or a text `answer`). Raises UsageError naming the file and line."""
-    count, found = 0, {}
+    count, examples = 0, {}
     for index, row in rows_of(path, None if indices is None else frozenset(indices)):
         count = index + 1
         if row is None:
             continue
         with unusual_values_named(path, index):
-            found[index] = example = _example(path, index, row)
+            examples[index] = example = _example(path, index, row)
             encoded(example.messages, example.tools, example.chat_template_kwargs)
-    return count, found
+    return count, examples
 
 
 def _example(path: Path, index: int, row: Mapping[str, object]) -> Example:

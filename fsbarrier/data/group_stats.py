@@ -144,25 +144,25 @@ def metrics(groups: Sequence[GroupStats]) -> dict[str, float]:
     if not groups:
         return {}
     total = GroupStats.total(groups)
-    found: dict[str, float] = {
+    figures: dict[str, float] = {
         "truncated": total.truncated,
         "reward_errors": total.reward_errors,
         "agent_errors": total.agent_errors,
         "environment_errors": total.environment_errors,
     }
     if total.answers:
-        found |= {
+        figures |= {
             "answer_tokens_mean": total.tokens / total.answers,
             "answer_tokens_min": min(group.shortest for group in groups if group.answers),
             "answer_tokens_max": max(group.longest for group in groups),
             "truncated_share": total.truncated / total.answers,
         }
     if total.episodes:
-        found["segments_per_episode"] = total.segments / total.episodes
+        figures["segments_per_episode"] = total.segments / total.episodes
     deviations = [group.reward_std for group in groups if group.reward_std is not None]
     if deviations:
         without_signal = deviations.count(0.0)
-        found |= {
+        figures |= {
             "reward_std": sum(deviations) / len(deviations),
             "groups_without_signal": without_signal,
             "without_signal_share": without_signal / len(deviations),
@@ -173,8 +173,8 @@ def metrics(groups: Sequence[GroupStats]) -> dict[str, float]:
             parts[name] = parts.get(name, RewardPart()) + part
     for name in sorted(parts)[:MOST_PARTS]:
         if parts[name].count:
-            found[f"reward_parts/{name}"] = parts[name].total / parts[name].count
+            figures[f"reward_parts/{name}"] = parts[name].total / parts[name].count
         # A failed reward contributes only the parts that did not fail.
         if failed := total.reward_errors - parts[name].though_failed:
-            found[f"reward_parts/{name}_failed"] = failed
-    return found
+            figures[f"reward_parts/{name}_failed"] = failed
+    return figures

@@ -61,11 +61,11 @@ def in_places(messages: Sequence[Message], given: object, folder: Path) -> tuple
     """Replace the marks in the texts of a task file in `folder` by verl's images. Raises ValueError."""
     if not isinstance(given, list):
         raise ValueError(f"images must be a list, got {str(given)[:60]}")
-    found = [_named(item, folder) for item in given]
+    images = [_named(item, folder) for item in given]
     marks = sum(text_of(message["content"]).count(MARK) for message in messages)
-    if marks != len(found):
-        raise ValueError(f"has {len(found)} images, and its prompt has {marks} times {MARK}")
-    left = iter(found)
+    if marks != len(images):
+        raise ValueError(f"has {len(images)} images, and its prompt has {marks} times {MARK}")
+    left = iter(images)
 
     def split(text: str) -> Iterator[dict[str, Any]]:
         for number, piece in enumerate(text.split(MARK)):

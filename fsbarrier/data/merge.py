@@ -174,36 +174,36 @@ def collect(request: MergeRequest) -> Collected:
 
 
 def _read_part(part: Part, take: OnGroup, *, must_be_whole: bool) -> RankFile:
-    found = scan_rank_file(part.path, part.valid_bytes, take)
+    scanned = scan_rank_file(part.path, part.valid_bytes, take)
     # If the expected tasks are known, a lost group is detected as a missing task. Otherwise compare the sizes.
-    if must_be_whole and part.valid_bytes is not None and found.valid_bytes < part.valid_bytes:
+    if must_be_whole and part.valid_bytes is not None and scanned.valid_bytes < part.valid_bytes:
         raise StoreError(
-            f"{part.path}: only {found.valid_bytes} of {part.valid_bytes} acknowledged bytes are valid"
+            f"{part.path}: only {scanned.valid_bytes} of {part.valid_bytes} acknowledged bytes are valid"
         )
-    return found
+    return scanned
 
 
 # --- the merged file ----------------------------------------------------------------------------------------------------
 
 
-def publish(found: Collected) -> AggregateReport:
+def publish(collected: Collected) -> AggregateReport:
     """Write the merged file; its groups are then no longer in `found`. Raises UsageError (missing tasks), StoreError."""
-    request, out = found.request, found.request.out
+    request, out = collected.request, collected.request.out
     check_plain(request.metadata, "the metadata")
-    check_nothing_is_missing(found)
-    if not found.groups:
+    check_nothing_is_missing(collected)
+    if not collected.groups:
         raise UsageError(f"{out.name}: the parts contain no groups to merge")
-    all_stats = [found.stats[task] for task in sorted(found.stats)]
-    stats = GroupStats.total(found.stats[task] for task in sorted(found.groups))
+    all_stats = [collected.stats[task] for task in sorted(collected.stats)]
+    stats = GroupStats.total(collected.stats[task] for task in sorted(collected.groups))
     merged: dict[str, Any] = {
         "trajectories": stats.trajectories,
-        "groups": len(found.groups),
+        "groups": len(collected.groups),
         "reward_mean": stats.reward_mean,
         "unjudged": stats.unjudged,
     }
-    metadata = {**request.metadata, **merged, **_metadata(found, all_stats)}
+    metadata = {**request.metadata, **merged, **_metadata(collected, all_stats)}
     # Remove each group from `found`, so that it is not in memory twice.
-    groups = (found.groups.pop(task) for task in sorted(found.groups))
+    groups = (collected.groups.pop(task) for task in sorted(collected.groups))
     content = merged_file.encode(groups, metadata)
     try:
         make_dirs(out.parent)
@@ -213,39 +213,41 @@ def publish(found: Collected) -> AggregateReport:
     return AggregateReport(
         out=str(out),
         **merged,
-        missing=found.missing,
-        duplicates_dropped=found.duplicates,
+        missing=collected.missing,
+        duplicates_dropped=collected.duplicates,
         bytes=len(content),
-        damaged=found.damaged,
-        unexpected=found.unexpected,
-        left_out=len(found.without_signal) + len(found.surplus),
+        damaged=collected.damaged,
+        unexpected=collected.unexpected,
+        left_out=len(collected.without_signal) + len(collected.surplus),
         rolled_out_reward_mean=GroupStats.total(all_stats).reward_mean,
         figures=metrics(all_stats),
     )
 
 
-def check_nothing_is_missing(found: Collected) -> None:
+def check_nothing_is_missing(collected: Collected) -> None:
     """Raises UsageError."""
-    if found.missing and not found.request.allow_partial:
-        why = f"; damaged: {', '.join(found.damaged)}" if found.damaged else ""
-        out = found.request.out.name
-        raise UsageError(f"{out}: {missing_text(found.missing)}{why}. To merge without them: --allow-partial")
+    if collected.missing and not collected.request.allow_partial:
+        why = f"; damaged: {', '.join(collected.damaged)}" if collected.damaged else ""
+        out = collected.request.out.name
+        raise UsageError(
+            f"{out}: {missing_text(collected.missing)}{why}. To merge without them: --allow-partial"
+        )
 
 
-def _metadata(found: Collected, all_stats: Sequence[GroupStats]) -> dict[str, object]:
+def _metadata(collected: Collected, all_stats: Sequence[GroupStats]) -> dict[str, object]:
     """The metadata of the merged file, which describes how it was made."""
     rolled_out = GroupStats.total(all_stats)
     return {
-        "tasks": sorted(found.groups),
+        "tasks": sorted(collected.groups),
         "parts": [
             {"name": file.path.name, "bytes": file.valid_bytes, "groups": len(file.groups)}
-            for file in found.files
+            for file in collected.files
         ],
-        "missing": list(found.missing),
-        "without_signal": list(found.without_signal),
-        "surplus": list(found.surplus),
+        "missing": list(collected.missing),
+        "without_signal": list(collected.without_signal),
+        "surplus": list(collected.surplus),
         "rolled_out": {"trajectories": rolled_out.trajectories, "reward_mean": rolled_out.reward_mean},
-        "damaged": list(found.damaged),
+        "damaged": list(collected.damaged),
         "created_by": f"fsbarrier {__version__}",
     }
 

@@ -114,10 +114,10 @@ def _check(stream: BinaryIO) -> None:
 
 def load(path: Path) -> TrajectoryFile:
     """A merged file with array.array for tensors, and a list for those of several dimensions. Raises the errors of `load_tensors`."""
-    found = load_tensors(path)
-    metadata = found.get("metadata")
+    content = load_tensors(path)
+    metadata = content.get("metadata")
     return {
-        "trajectories": [as_arrays(trajectory) for trajectory in found["trajectories"]],
+        "trajectories": [as_arrays(trajectory) for trajectory in content["trajectories"]],
         "metadata": metadata if isinstance(metadata, dict) else {},
     }
 

@@ -275,11 +275,11 @@ def _frames(fd: int, size: int) -> Iterator[tuple[int, int]]:
 def _content(fd: int, offset: int, end: int) -> JsonObject:
     """The content of a frame. Raises FormatError, OSError."""
     data = read_at(fd, offset, HEAD.size)
-    begin, found = offset + HEAD.size, 0
+    begin, checksum = offset + HEAD.size, 0
     # Verify the checksum in pieces first, so that a wrong size in a damaged file allocates no memory.
     for place in range(begin, end, CHUNK):
-        found = zlib.crc32(read_at(fd, place, min(CHUNK, end - place)), found)
-    if len(data) < HEAD.size or found != HEAD.unpack(data)[1]:
+        checksum = zlib.crc32(read_at(fd, place, min(CHUNK, end - place)), checksum)
+    if len(data) < HEAD.size or checksum != HEAD.unpack(data)[1]:
         raise FormatError("is damaged (checksum)")
     content = unpack(read_at(fd, begin, end - begin))
     if not isinstance(content, dict):
@@ -295,10 +295,12 @@ def _header(content: JsonObject, offset: int) -> JsonObject:
 
 
 def _trajectories(content: JsonObject) -> list[Trajectory]:
-    found = content.get("trajectories")
-    if not isinstance(found, list) or not all(isinstance(trajectory, dict) for trajectory in found):
+    trajectories = content.get("trajectories")
+    if not isinstance(trajectories, list) or not all(
+        isinstance(trajectory, dict) for trajectory in trajectories
+    ):
         raise FormatError("is malformed")
-    return found
+    return trajectories
 
 
 def _entry(content: JsonObject, trajectories: list[Trajectory], offset: int, end: int) -> GroupEntry:

@@ -85,12 +85,12 @@ class FoundFile:
         if self.file is None or self.state is FileState.FOREIGN:
             known = {name: self.metadata.get(name, 0) for name in ("groups", "trajectories")}
             return {**known, "valid_bytes": 0, "torn_bytes": 0}
-        found = self.file
+        scanned = self.file
         return {
-            "groups": len(found.groups),
-            "trajectories": found.stats.trajectories,
-            "valid_bytes": found.valid_bytes,
-            "torn_bytes": found.torn_bytes,
+            "groups": len(scanned.groups),
+            "trajectories": scanned.stats.trajectories,
+            "valid_bytes": scanned.valid_bytes,
+            "torn_bytes": scanned.torn_bytes,
         }
 
 
@@ -102,7 +102,7 @@ def find(log_path: Path, split: str, iteration: int) -> list[FoundFile]:
     folder = RunPaths(log_path).trajectories(split)
     if not folder.is_dir():
         return []
-    found, seen = [], set()
+    rank_files, seen = [], set()
     for path in sorted(folder.iterdir()):
         name = parse_trajectories(path.name)
         if name is None or name.rank is None or (name.split, name.iteration) != (split, iteration):
@@ -112,26 +112,28 @@ def find(log_path: Path, split: str, iteration: int) -> list[FoundFile]:
             # A finished checkpoint is a hard link to its last part. If it is a copy, all its groups are duplicates.
             if (there.st_dev, there.st_ino) not in seen:
                 seen.add((there.st_dev, there.st_ino))
-                found.append(_look_at(path, split, name.rank))
-    found = _mark_other_policies(_mark_other_runs(found, log_path))
-    found.sort(key=lambda item: (not item.mergeable, -item.generation, item.node_rank or 0, item.path.name))
-    return found
+                rank_files.append(_look_at(path, split, name.rank))
+    rank_files = _mark_other_policies(_mark_other_runs(rank_files, log_path))
+    rank_files.sort(
+        key=lambda item: (not item.mergeable, -item.generation, item.node_rank or 0, item.path.name)
+    )
+    return rank_files
 
 
 def _look_at(path: Path, split: str, rank: int) -> FoundFile:
     try:
-        found = scan_rank_file(path)
+        scanned = scan_rank_file(path)
     except FsbarrierError as error:
         state = FileState.FOREIGN if isinstance(error, NotOurs) else FileState.DAMAGED
         return FoundFile(path, split, rank, state, str(error).removeprefix(f"{path}: "))
-    if not found.valid_bytes and found.torn_bytes:
+    if not scanned.valid_bytes and scanned.torn_bytes:
         return FoundFile(path, split, rank, FileState.DAMAGED, "completely unreadable")
-    state = FileState.COMPLETE if found.finished else FileState.PARTIAL
-    notes = list(found.damaged)
-    if found.torn_bytes:
+    state = FileState.COMPLETE if scanned.finished else FileState.PARTIAL
+    notes = list(scanned.damaged)
+    if scanned.torn_bytes:
         state = FileState.TORN
-        notes.append(f"the last {found.torn_bytes} bytes are torn and were dropped")
-    return FoundFile(path, split, rank, state, "; ".join(notes), found)
+        notes.append(f"the last {scanned.torn_bytes} bytes are torn and were dropped")
+    return FoundFile(path, split, rank, state, "; ".join(notes), scanned)
 
 
 def merged_metadata(path: Path) -> JsonObject:
@@ -155,8 +157,8 @@ def look_at_merged(path: Path, split: str, run_id: str) -> FoundFile:
     return FoundFile(path, split, None, FileState.COMPLETE, metadata=metadata)
 
 
-def _mark_other_runs(found: list[FoundFile], log_path: Path) -> list[FoundFile]:
-    ids = {str(item.header["run_id"]) for item in found if "run_id" in item.header}
+def _mark_other_runs(rank_files: list[FoundFile], log_path: Path) -> list[FoundFile]:
+    ids = {str(item.header["run_id"]) for item in rank_files if "run_id" in item.header}
     if runrecord.exists(log_path):
         run_id = runrecord.load(log_path).run_id
     elif len(ids) > 1:
@@ -164,20 +166,20 @@ def _mark_other_runs(found: list[FoundFile], log_path: Path) -> list[FoundFile]:
             f"{log_path}: the files of this iteration belong to several runs ({', '.join(sorted(ids))}); move those of other runs away"
         )
     else:
-        return found
+        return rank_files
     return [
         replace(item, state=FileState.FOREIGN, note=f"belongs to run {item.header['run_id']}")
         if item.header.get("run_id", run_id) != run_id
         else item
-        for item in found
+        for item in rank_files
     ]
 
 
-def _mark_other_policies(found: list[FoundFile]) -> list[FoundFile]:
+def _mark_other_policies(rank_files: list[FoundFile]) -> list[FoundFile]:
     """Mark the files that were rolled out by a different policy than the newest generation's."""
-    known = [item for item in found if item.mergeable and "policy" in item.header]
+    known = [item for item in rank_files if item.mergeable and "policy" in item.header]
     if not known:
-        return found
+        return rank_files
     newest = max(known, key=lambda item: item.generation).header["policy"]
     return [
         replace(
@@ -185,7 +187,7 @@ def _mark_other_policies(found: list[FoundFile]) -> list[FoundFile]:
         )
         if item in known and item.header["policy"] != newest
         else item
-        for item in found
+        for item in rank_files
     ]
 
 
@@ -196,7 +198,7 @@ def merge_ranks(
     log_path: Path,
     split: str,
     iteration: int,
-    found: Sequence[FoundFile],
+    rank_files: Sequence[FoundFile],
     *,
     allow_partial: bool = False,
     dry_run: bool = False,
@@ -205,13 +207,13 @@ def merge_ranks(
 
     `expected`: the number of assigned tasks; None if no file records it. `report`: None for a dry run. `refused`: why nothing was merged.
     """
-    for item in found:
+    for item in rank_files:
         if item.state is FileState.DAMAGED and not allow_partial:
             raise UsageError(
                 f"{item.path.name}: {item.note}; move it away, or merge without it: --allow-partial"
             )
     out = RunPaths(log_path).merged(split, iteration)
-    usable = [item for item in found if item.mergeable and item.file]
+    usable = [item for item in rank_files if item.mergeable and item.file]
     metadata = _common_metadata(usable) | {"split": split, "iteration": iteration, "by_hand": True}
     request = MergeRequest(
         tuple(Part(item.path, item.file.valid_bytes) for item in usable if item.file),
@@ -236,9 +238,9 @@ def merge_ranks(
     return made | {"report": asdict(publish(collected))}
 
 
-def _expected_tasks(found: Iterable[FoundFile]) -> tuple[int, ...] | None:
+def _expected_tasks(rank_files: Iterable[FoundFile]) -> tuple[int, ...] | None:
     """The expected tasks according to the files' headers, in order; None if no header contains them."""
-    usable = [item for item in found if item.mergeable]
+    usable = [item for item in rank_files if item.mergeable]
     there = {task for item in usable for task in item.tasks}
     lists = [_tasks_of_begun_rounds(item.header, there) for item in usable]
     known = [tasks for tasks in lists if isinstance(tasks, list)]
@@ -257,20 +259,20 @@ def _tasks_of_begun_rounds(header: JsonObject, there: Collection[int]) -> object
     return tasks[: next((end for end in ends if end > last), None)]
 
 
-def _groups_to_keep(found: Iterable[FoundFile]) -> int | None:
+def _groups_to_keep(rank_files: Iterable[FoundFile]) -> int | None:
     """How many groups the merge keeps if more were rolled out than needed; None: all."""
-    counts = (item.header.get("keep") for item in found)
+    counts = (item.header.get("keep") for item in rank_files)
     return next((count for count in counts if isinstance(count, int) and count > 0), None)
 
 
-def _common_metadata(found: Sequence[FoundFile]) -> dict[str, object]:
+def _common_metadata(rank_files: Sequence[FoundFile]) -> dict[str, object]:
     """The metadata common to all files (run_id, policy), and the newest generation."""
     metadata: dict[str, object] = {}
     for name in ("run_id", "policy_version", "policy"):
-        values = {repr(item.header[name]): item.header[name] for item in found if name in item.header}
+        values = {repr(item.header[name]): item.header[name] for item in rank_files if name in item.header}
         if len(values) == 1:
             metadata[name] = next(iter(values.values()))
-    generation = max((item.generation for item in found), default=-1)
+    generation = max((item.generation for item in rank_files), default=-1)
     return metadata | ({"generation": generation} if generation >= 0 else {})
 
 
@@ -283,11 +285,11 @@ def _there_already(out: Path) -> JsonObject:
     if out.name not in {path.name for path in out.parent.iterdir()}:
         return {}
     try:
-        found = merged_metadata(out)
+        existing = merged_metadata(out)
     except NotOurs as error:
         raise UsageError(f"{error}; not overwriting it, move it away") from None
     except FormatError:
         return {}
-    if not str(found.get("created_by", "")).startswith("fsbarrier"):
+    if not str(existing.get("created_by", "")).startswith("fsbarrier"):
         raise UsageError(f"{out}: it was not written by fsbarrier; not overwriting it, move it away")
-    return found
+    return existing

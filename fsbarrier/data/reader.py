@@ -25,9 +25,9 @@ def iter_trajectories(path: Path) -> Iterator[Trajectory]:
     if is_merged(path):
         yield from merged_file.load(path)["trajectories"]
         return
-    found = scan_rank_file(path)
-    _check_whole(found)
-    for group in found.groups:
+    scanned = scan_rank_file(path)
+    _check_whole(scanned)
+    for group in scanned.groups:
         yield from read_trajectories(path, group)
 
 
@@ -36,13 +36,13 @@ def load(path: Path) -> TrajectoryFile:
     if is_merged(path):
         return merged_file.load(path)
     groups: dict[int, list[Trajectory]] = {}
-    found = scan_rank_file(path, on_group=lambda group, its_own: groups.update({group.task_index: its_own}))
-    _check_whole(found)
+    scanned = scan_rank_file(path, on_group=lambda group, its_own: groups.update({group.task_index: its_own}))
+    _check_whole(scanned)
     trajectories = [trajectory for its_own in groups.values() for trajectory in its_own]
-    return {"trajectories": trajectories, "metadata": {**found.header, "finished": found.finished}}
+    return {"trajectories": trajectories, "metadata": {**scanned.header, "finished": scanned.finished}}
 
 
-def _check_whole(found: RankFile) -> None:
+def _check_whole(scanned: RankFile) -> None:
     """Raises FormatError for damage in a finished file; in a growing one, only whole groups count anyway."""
-    if found.finished and found.damaged:
-        raise FormatError(f"{found.path}: {found.damaged[0]}")
+    if scanned.finished and scanned.damaged:
+        raise FormatError(f"{scanned.path}: {scanned.damaged[0]}")

@@ -50,12 +50,12 @@ def sources(log_path: Path, split: str, iterations: Sequence[int] | None) -> tup
     """
     there = _iterations(log_path, split)
     chosen = sorted(there) if iterations is None else list(iterations)
-    found: list[Path] = []
+    sources: list[Path] = []
     aside: list[str] = []
     for iteration in chosen:
         merged = RunPaths(log_path).merged(split, iteration)
         if merged.is_file():
-            found.append(merged)
+            sources.append(merged)
             continue
         for item in rank_files.find(log_path, split, iteration):
             if item.state is FileState.DAMAGED:
@@ -63,30 +63,30 @@ def sources(log_path: Path, split: str, iterations: Sequence[int] | None) -> tup
                     f"{item.path.name}: {item.note}; move it away, or merge by hand (fsbarrier aggregate)"
                 )
             if item.mergeable:
-                found.append(item.path)
+                sources.append(item.path)
             else:
                 aside.append(f"{item.path.name}: {item.state.value} ({item.note})")
-    if not found:
+    if not sources:
         which = "" if iterations is None else f" of iteration {', '.join(map(str, chosen))}"
         raise UsageError(
             f"--log-path {log_path}: no {split} trajectories{which} in {RunPaths(log_path).trajectories(split)}"
         )
-    return found, aside
+    return sources, aside
 
 
 def _iterations(log_path: Path, split: str) -> set[int]:
     assert split in SPLITS
     folder = RunPaths(log_path).trajectories(split)
-    found = [parse_trajectories(path.name) for path in folder.iterdir()] if folder.is_dir() else []
+    names = [parse_trajectories(path.name) for path in folder.iterdir()] if folder.is_dir() else []
     # Skip files named after a generation: they are linked to the plain name too, unless that generation was interrupted.
     return {
         file.iteration
-        for file in found
+        for file in names
         if file is not None and file.split == split and (file.rank is not None or file.generation is None)
     }
 
 
-def export(found: Sequence[Path], out: Path, *, tokens: bool = True) -> int:
+def export(paths: Sequence[Path], out: Path, *, tokens: bool = True) -> int:
     """Write the trajectories of these files to `out` (.jsonl or .parquet), atomically; returns their number.
 
     If several files of one iteration contain a task, the first one is used. `tokens=False` omits token ids, masks and log-probabilities.
@@ -100,7 +100,7 @@ def export(found: Sequence[Path], out: Path, *, tokens: bool = True) -> int:
     write = _write_json_lines if out.suffix == ".jsonl" else _write_parquet
     try:
         with os.fdopen(files.open_new(temporary), "wb") as stream:
-            count = write(stream, _rows(found, () if tokens else ARRAYS))
+            count = write(stream, _rows(paths, () if tokens else ARRAYS))
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, out)

@@ -293,7 +293,7 @@ def beside_of(
     path: Path, index: int, row: dict[str, object], *, chat: bool
 ) -> tuple[tuple[dict[str, Any], ...], Mapping[str, Any]]:
     """Remove the fields `tools` and `chat_template_kwargs` from the row and return them. In Parquet they may be JSON text."""
-    found: list[Any] = []
+    values: list[Any] = []
     for name, kind in (("tools", list), ("chat_template_kwargs", dict)):
         value = row.pop(name, None)
         try:
@@ -309,15 +309,15 @@ def beside_of(
             raise task_error(
                 path, index, f"has {name}, and its prompt is text, which no chat template renders"
             )
-        found.append(value or kind())
-    for number, tool in enumerate(found[0], 1):
+        values.append(value or kind())
+    for number, tool in enumerate(values[0], 1):
         inner = tool.get("function", tool) if isinstance(tool, dict) else None
         if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
             raise task_error(
                 path, index, f"tools: tool {number} needs function.name (text), got {shown(tool)}"
             )
-    tools = [tool if "function" in tool else {"type": "function", "function": tool} for tool in found[0]]
-    return tuple(tools), found[1]
+    tools = [tool if "function" in tool else {"type": "function", "function": tool} for tool in values[0]]
+    return tuple(tools), values[1]
 
 
 def _without_nulls(value: Any) -> Any:

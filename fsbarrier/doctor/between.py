@@ -173,7 +173,7 @@ def merged(checks: Mapping[int, Sequence[Check]]) -> list[Check]:
     for rank, own in checks.items():
         for check in own:
             by_name.setdefault(check.name, {}).setdefault(rank, []).append(check)
-    found = []
+    combined = []
     for name, by_rank in by_name.items():
         every = [check for own in by_rank.values() for check in own]
         level = max((check.level for check in every), key=SEVERITY.__getitem__)
@@ -182,8 +182,8 @@ def merged(checks: Mapping[int, Sequence[Check]]) -> list[Check]:
         if len(set(texts.values())) == 1 and len(texts) == len(checks):
             finding = next(iter(texts.values()))
         advice = "; ".join(dict.fromkeys(check.advice for check in every if check.advice))
-        found.append(Check(name, level, finding, advice))
-    return found
+        combined.append(Check(name, level, finding, advice))
+    return combined
 
 
 def between_nodes(findings: Findings) -> list[Check]:

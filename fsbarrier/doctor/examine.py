@@ -112,9 +112,9 @@ def together(
             dead_s=SILENT_S,
         ) as group:
             session = place / f"session-{group.generation}"
-            found = _exchange(session, group, own, mount)
+            exchanged = _exchange(session, group, own, mount)
         _take_leave(place, session, rank, num_nodes)
-    return _conclude(path, found)
+    return _conclude(path, exchanged)
 
 
 @contextmanager

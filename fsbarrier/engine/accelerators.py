@@ -195,13 +195,13 @@ def _nvidia(nvml: Any, visible: str | None) -> Iterator[Accelerator]:
 
 
 def _nvidia_by_pid(nvml: Any, handle: Any) -> dict[int, int | None] | None:
-    found: dict[int, int | None] | None = None
+    used: dict[int, int | None] | None = None
     for function in ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetMPSComputeRunningProcesses"):
         # One of them may be unsupported.
         with contextlib.suppress(Exception):
             entries = {int(each.pid): each.usedGpuMemory for each in getattr(nvml, function)(handle)}
-            found = {**(found or {}), **entries}
-    return found
+            used = {**(used or {}), **entries}
+    return used
 
 
 def _visible(index: int, uuid: str, visible: str | None) -> bool:
@@ -239,16 +239,16 @@ def _in_the_hosts_pid_namespace() -> bool:
 
 def _amd(environ: Mapping[str, str]) -> list[Accelerator]:
     """The devices visible with `environ`; [] if the tool is not installed, hangs, or has another output format."""
-    found: list[Accelerator] = []
+    accelerators: list[Accelerator] = []
     if KFD_DEVICE.exists():
         with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError, LookupError, TypeError):
             argv = ["amd-smi", "metric", "--mem-usage", "--json"]
             said = subprocess.run(
                 argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=TOOL_S, check=True
             )
-            found = of_amd_smi(said.stdout.decode(errors="replace"))
+            accelerators = of_amd_smi(said.stdout.decode(errors="replace"))
     # ROCm filters devices twice: the second variable indexes the devices that the first one left.
-    left = _chosen(found, environ.get("ROCR_VISIBLE_DEVICES"))
+    left = _chosen(accelerators, environ.get("ROCR_VISIBLE_DEVICES"))
     left = _chosen(left, environ.get("HIP_VISIBLE_DEVICES", environ.get("CUDA_VISIBLE_DEVICES")))
     return sorted(left, key=lambda device: device.index)
 
@@ -259,10 +259,10 @@ def of_amd_smi(said: str) -> list[Accelerator]:
     begin = re.search(r"^\s*([\[{])", said, re.MULTILINE)
     value = json.loads(said[begin.start(1) :] if begin else said)
     rows = value["gpu_data"] if isinstance(value, dict) else value
-    found = [(int(row["gpu"]), row["mem_usage"]) for row in rows]
+    used = [(int(row["gpu"]), row["mem_usage"]) for row in rows]
     return [
         Accelerator(number, "amd", f"AMD {number}", _amount(usage["total_vram"]), _amount(usage["used_vram"]))
-        for number, usage in sorted(found, key=lambda each: each[0])
+        for number, usage in sorted(used, key=lambda each: each[0])
     ]
 
 

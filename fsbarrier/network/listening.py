@@ -89,11 +89,11 @@ def port_of(listening: socket.socket) -> int:
 
 def reachable(addresses: Iterable[str], port: int) -> list[str]:
     """The addresses that accept a connection on `port` from this host."""
-    found = []
+    reached = []
     for address in addresses:
         with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=CONNECT_S):
-            found.append(address)
-    return found
+            reached.append(address)
+    return reached
 
 
 def on_loopback() -> socket.socket:

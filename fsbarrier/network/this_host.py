@@ -50,8 +50,8 @@ def user_at_host() -> str:
 def candidate_addresses() -> list[str]:
     """The addresses that other hosts should try, the most likely reachable first; loopback only if there is no other. Never raises."""
     routed = {own_address(nowhere, 9) for nowhere in NOWHERE} - {""}
-    found = dict.fromkeys(sorted(routed), "") | {host: name for name, host in interface_addresses()}
-    kinds = {host: kind_of(host, name, routed) for host, name in found.items()}
+    names = dict.fromkeys(sorted(routed), "") | {host: name for name, host in interface_addresses()}
+    kinds = {host: kind_of(host, name, routed) for host, name in names.items()}
     # An IPv6 link-local address is only valid together with its interface, and that only on this host.
     named = [host for host, kind in kinds.items() if not (kind == "link-local" and ":" in host)]
     named.sort(key=lambda host: (KINDS.index(kinds[host]), ":" in host))
@@ -108,7 +108,14 @@ def owner_of_peer(peer: tuple[str, int], here: tuple[str, int]) -> int | None:
     `peer` alone says nothing, because sockets of several users may have the same local address.
     """
     ends = [{f"{host}:{end[1]:04X}" for host in _in_tables(end[0])} for end in (peer, here)]
-    return next((uid for _, uid, *found in _tcp_rows() if found[0] in ends[0] and found[1] in ends[1]), None)
+    return next(
+        (
+            uid
+            for _, uid, *ends_of_socket in _tcp_rows()
+            if ends_of_socket[0] in ends[0] and ends_of_socket[1] in ends[1]
+        ),
+        None,
+    )
 
 
 def owners_of_port(port: int) -> set[int]:
@@ -172,10 +179,10 @@ def name_interface(environ: MutableMapping[str, str]) -> None:
     address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
     if not address or not port:
         return
-    found = interface_of(own_address(address, int(port)))
-    if found:
+    interface = interface_of(own_address(address, int(port)))
+    if interface:
         for name in VARIABLES:
-            environ.setdefault(name, found)
+            environ.setdefault(name, interface)
 
 
 def interface_of(address: str) -> str:

@@ -52,9 +52,9 @@ def cause(lines: Sequence[str], *, killed: bool = False) -> str:
     begin = max((i for i, line in enumerate(plain) if _ROOT_CAUSE in line), default=None)
     if begin is not None:
         return _shown(_of_torchrun(plain[:begin], plain[begin:]))
-    found = [line for line in plain if _FATAL.match(line)] if killed else list(_errors(plain))
-    specific = [line for line in found if not _GENERIC.search(line)]
-    return _shown((specific or found or [""])[-1].strip())
+    errors = [line for line in plain if _FATAL.match(line)] if killed else list(_errors(plain))
+    specific = [line for line in errors if not _GENERIC.search(line)]
+    return _shown((specific or errors or [""])[-1].strip())
 
 
 def _shown(line: str) -> str:

@@ -24,24 +24,24 @@ IN_MEMORY, FILLED = ("tmpfs", "ramfs"), 0.5
 
 def memory_bytes() -> tuple[int, str]:
     """The memory that this process may use, and what sets this limit: the least of the host's, its control groups' and the Slurm job's."""
-    found = [(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine")]
-    found += [(limit, str(file)) for file, limit in _limits("memory", tuple(MEMORY_FILES))]
+    limits = [(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine")]
+    limits += [(limit, str(file)) for file, limit in _limits("memory", tuple(MEMORY_FILES))]
     with contextlib.suppress(KeyError, ValueError):
-        found.append((int(os.environ["SLURM_MEM_PER_NODE"]) * MIB, "SLURM_MEM_PER_NODE"))
-    return min(each for each in found if each[0] > 0)
+        limits.append((int(os.environ["SLURM_MEM_PER_NODE"]) * MIB, "SLURM_MEM_PER_NODE"))
+    return min(each for each in limits if each[0] > 0)
 
 
 def processes_left() -> tuple[int | None, str]:
     """How many more processes and threads this process may start, and what sets this limit; None: no limit."""
-    found: list[tuple[int, str]] = []
+    limits: list[tuple[int, str]] = []
     for file, limit in _limits("pids", ("pids.max",)):
         with contextlib.suppress(OSError, ValueError):
-            found.append((max(0, limit - int(file.with_name("pids.current").read_text())), str(file)))
+            limits.append((max(0, limit - int(file.with_name("pids.current").read_text())), str(file)))
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     # The kernel does not apply this limit to root.
     if soft != resource.RLIM_INFINITY and os.geteuid() != 0:
-        found.append((max(0, soft - _of_this_user()), "ulimit -u"))
-    return min(found, default=(None, ""), key=lambda each: each[0] or 0)
+        limits.append((max(0, soft - _of_this_user()), "ulimit -u"))
+    return min(limits, default=(None, ""), key=lambda each: each[0] or 0)
 
 
 def _of_this_user() -> int:

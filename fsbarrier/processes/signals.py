@@ -103,7 +103,7 @@ def write_stacks(tree: Mapping[int, int]) -> dict[int, bool]:
 def _has(pid: int, field: str) -> bool:
     """Whether SIGNAL is in this set of /proc/PID/status: SigCgt, the handled signals, or ShdPnd, those not accepted yet."""
     try:
-        found = re.search(rf"^{field}:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        mask = re.search(rf"^{field}:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     except OSError:
         return False
-    return found is not None and bool(int(found[1], 16) >> (SIGNAL - 1) & 1)
+    return mask is not None and bool(int(mask[1], 16) >> (SIGNAL - 1) & 1)

@@ -181,9 +181,9 @@ class Child:
         """The current processes as pid -> start time."""
         if self._exit_code is not None:
             return {}
-        found = processes.scan()
-        tree = processes.below(self.guard_pid, found)
-        return {pid: start for pid, start in tree.items() if not found[pid].ended}
+        processes_now = processes.scan()
+        tree = processes.below(self.guard_pid, processes_now)
+        return {pid: start for pid, start in tree.items() if not processes_now[pid].ended}
 
     def fileno(self) -> int:
         """For `selectors`: readable when `poll()` may have a new result. -1 after the end."""

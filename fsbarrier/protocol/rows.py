@@ -77,9 +77,9 @@ class Table(Generic[Work_co]):
         first_closing = len(self.rows) - len(self.closing)
         object.__setattr__(self, "_indices", indices)
         if not self.rows or [row.index for row in self.rows] != list(indices.values()):
-            found = ", ".join(f"{row.index} {row.name}" for row in self.rows)
+            names = ", ".join(f"{row.index} {row.name}" for row in self.rows)
             raise UsageError(
-                f"program {self.name}: its rows must have different names and be numbered from 0 in order; found {found}"
+                f"program {self.name}: its rows must have different names and be numbered from 0 in order; found {names}"
             )
         for row in (*self.rows, *self.closing):
             if row.resume and indices.get(row.resume, len(indices)) > row.index:

@@ -26,7 +26,7 @@ def figures(trajectories: Iterable[Trajectory], success: Mapping[str, float]) ->
     set name ("" for a single set). With several sets, each has its own metrics (`aime/reward`), and `reward_mean` is the unweighted mean
     over sets.
     """
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     means = []
     for name, of_set in groupby(trajectories, key=lambda trajectory: trajectory.get("eval_set", "")):
         of_one = _figures_of_one(of_set, success=success[name])
@@ -34,9 +34,9 @@ def figures(trajectories: Iterable[Trajectory], success: Mapping[str, float]) ->
             # The mean is already included under its own name.
             of_one.pop("reward", None)
             return of_one
-        found |= {f"{name}/{figure}": value for figure, value in of_one.items()}
+        metrics |= {f"{name}/{figure}": value for figure, value in of_one.items()}
         means += [of_one["reward"]] if "reward" in of_one else []
-    return {**found, "reward_mean": statistics.fmean(means)} if means else found
+    return {**metrics, "reward_mean": statistics.fmean(means)} if means else metrics
 
 
 def powers_up_to(samples: int) -> list[int]:
@@ -64,17 +64,17 @@ def _figures_of_one(trajectories: Iterable[Trajectory], *, success: float) -> di
         source = group[0]["metadata"].get("data_source")
         if source is not None:
             by_source.setdefault(str(source), []).append(means[-1])
-    found = _with_error("reward", means)
+    metrics = _with_error("reward", means)
     for k, values in sorted(passed.items()):
         # Skip k unless all tasks have enough scored samples; otherwise the mean would be over a different selection of tasks.
         if k > 1 and len(values) == len(means):
-            found |= _with_error(f"pass_at_{k}", values)
+            metrics |= _with_error(f"pass_at_{k}", values)
     for k, values in majorities.items():
         if len(values) == len(means):
-            found |= _with_error(f"majority_at_{k}", values)
+            metrics |= _with_error(f"majority_at_{k}", values)
     for source in sorted(by_source)[:MOST_SOURCES]:
-        found |= _with_error(f"reward/{source}", by_source[source])
-    return found
+        metrics |= _with_error(f"reward/{source}", by_source[source])
+    return metrics
 
 
 def pass_at(k: int, samples: int, solved: int) -> float:
@@ -101,7 +101,7 @@ def answer_of(trajectory: Mapping[str, object]) -> object:
 def _with_error(name: str, values: Sequence[float]) -> dict[str, float]:
     if not values:
         return {}
-    found = {name: statistics.fmean(values)}
+    metrics = {name: statistics.fmean(values)}
     if len(values) > 1:
-        found[f"{name}_se"] = statistics.stdev(values) / math.sqrt(len(values))
-    return found
+        metrics[f"{name}_se"] = statistics.stdev(values) / math.sqrt(len(values))
+    return metrics

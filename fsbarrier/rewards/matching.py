@@ -70,10 +70,10 @@ def numeric(response: str, answer: object) -> float:
     )
 
 
-def _equal(found: float | None, wanted: float | None) -> float:
-    if found is None or wanted is None:
+def _equal(given: float | None, wanted: float | None) -> float:
+    if given is None or wanted is None:
         return 0.0
-    return float(math.isclose(found, wanted, rel_tol=TOLERANCE, abs_tol=1e-12))
+    return float(math.isclose(given, wanted, rel_tol=TOLERANCE, abs_tol=1e-12))
 
 
 def last_number(text: str) -> float | None:

@@ -31,6 +31,6 @@ def math(prompt: object, response: str, answer: object, metadata: object) -> Sco
     if not gold:
         return Score(0.0, error=f"math-verify cannot parse the answer {answer!r}")
     given = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
-    found = parse(response, given, parsing_timeout=STEP_S)
-    reward = float(verify(gold, found, timeout_seconds=STEP_S))
+    parsed = parse(response, given, parsing_timeout=STEP_S)
+    reward = float(verify(gold, parsed, timeout_seconds=STEP_S))
     return Score(reward, {"math": reward})

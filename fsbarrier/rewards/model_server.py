@@ -129,8 +129,8 @@ class ClassifierReward(Reward):
         # Request the raw score, without the activation, which would be a sigmoid.
         body = {"model": name, "input": tokens, "use_activation": False}
         try:
-            found = await self.server.post(f"{self.engine.root}/classify", body)
-            scores = [float(score) for item in found["data"] for score in item["probs"]]
+            reply = await self.server.post(f"{self.engine.root}/classify", body)
+            scores = [float(score) for item in reply["data"] for score in item["probs"]]
             if len(scores) != len(answers) or not all(map(math.isfinite, scores)):
                 raise ValueError(f"{str(scores)[:80]} for {len(answers)} answers")
         except (ModelServerError, KeyError, TypeError, ValueError) as error:

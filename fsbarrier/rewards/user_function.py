@@ -108,10 +108,10 @@ class FunctionReward(Reward):
         question = {"prompt": prompt, "response": response, "answer": task.answer, "metadata": metadata}
         started = time.monotonic()
         async with self._turn:
-            error, found = await self._asked(question)
+            error, scores = await self._asked(question)
         if error is not None:
-            found = [Score(0.0, error=f"{self.name}: {error}")] * count
-        return [replace(score, seconds=time.monotonic() - started) for score in found]
+            scores = [Score(0.0, error=f"{self.name}: {error}")] * count
+        return [replace(score, seconds=time.monotonic() - started) for score in scores]
 
     async def _asked(self, question: object) -> tuple[str | None, list[Score]]:
         """Call the function; returns the Scores, or the reason why there are none."""

@@ -121,9 +121,11 @@ class AnswerStream:
         self._emit(SampledGroup(self._tasks[task], self._prompt_ids[task], samples))
 
 
-def _logprobs(found: JsonObject) -> list[float]:
+def _logprobs(reported: JsonObject) -> list[float]:
     """Text completions have a list of numbers; the route that takes images has a list of objects."""
     values = (
-        found["token_logprobs"] if "token_logprobs" in found else [x["logprob"] for x in found["content"]]
+        reported["token_logprobs"]
+        if "token_logprobs" in reported
+        else [x["logprob"] for x in reported["content"]]
     )
     return [float(value) for value in values]

@@ -57,15 +57,15 @@ def without_thoughts(text: str, *, opened: bool) -> Thoughts:
 def calls_in(message: Mapping[str, object]) -> list[JsonObject]:
     """The tool calls in the server's message, with arguments as JSON text. Malformed or unnamed calls are left out."""
     listed = message.get("tool_calls")
-    found: list[JsonObject] = []
+    calls: list[JsonObject] = []
     for call in listed if isinstance(listed, list) else ():
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             continue
         arguments = as_object(function.get("arguments"))
         if arguments is not None:
-            found.append({"name": function["name"], "arguments": json.dumps(arguments)})
-    return found
+            calls.append({"name": function["name"], "arguments": json.dumps(arguments)})
+    return calls
 
 
 def as_object(arguments: object) -> dict[str, object] | None:
@@ -106,11 +106,11 @@ def meaning(messages: Sequence[Mapping[str, object]]) -> list[object]:
             content = content[0].get("text")
         return content.strip() if isinstance(content, str) else content
 
-    found: list[object] = []
+    values: list[object] = []
     for message in messages:
         calls = message.get("tool_calls")
         answered = message.get("tool_call_id")
-        found.append(
+        values.append(
             [
                 message.get("role"),
                 of_text(message.get("content")) or "",
@@ -119,4 +119,4 @@ def meaning(messages: Sequence[Mapping[str, object]]) -> list[object]:
                 message.get("name") if message.get("role") != "tool" else None,
             ]
         )
-    return found
+    return values

@@ -48,8 +48,8 @@ async def _scores(reward: Reward, group: SampledGroup, folder: Path) -> list[Sco
     known = [_known_score(sample) for sample in group.samples]
     open_ones = [sample for sample, score in zip(group.samples, known, strict=True) if score is None]
     answers = [_answer(sample, group, folder) for sample in open_ones]
-    found = iter(await reward.score_group(group.task, answers))
-    return [next(found) if score is None else score for score in known]
+    scores = iter(await reward.score_group(group.task, answers))
+    return [next(scores) if score is None else score for score in known]
 
 
 def _answer(sample: Sample, group: SampledGroup, folder: Path) -> Answer:
@@ -139,9 +139,9 @@ class Teacher:
         starts = trajectory.get("segments", [0])
         ends = [*starts[1:], len(tokens)]
         parts = await asyncio.gather(*(self._ask(tokens[a:b]) for a, b in zip(starts, ends, strict=True)))
-        found = [value for part in parts for value in part]
+        logprobs = [value for part in parts for value in part]
         trajectory["teacher_logprobs"] = array(
-            "f", [p if m else 0.0 for p, m in zip(found, mask, strict=True)]
+            "f", [p if m else 0.0 for p, m in zip(logprobs, mask, strict=True)]
         )
 
     async def _ask(self, tokens: list[int]) -> list[float]:

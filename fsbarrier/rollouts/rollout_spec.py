@@ -253,8 +253,10 @@ def read_rounds(rounds: Sequence[RolloutRound], within_reach: Collection[int]) -
     for task, (path, first) in places.items():
         indices[path].add(task - first)
     # Read each file only once, because ten rounds may share a large one.
-    found = {path: read_tasks(Path(path), wanted).tasks for path, wanted in indices.items()}
-    known = {task: replace(found[path][task - first], index=task) for task, (path, first) in places.items()}
+    tasks_of = {path: read_tasks(Path(path), wanted).tasks for path, wanted in indices.items()}
+    known = {
+        task: replace(tasks_of[path][task - first], index=task) for task, (path, first) in places.items()
+    }
     return [_round(rollout_round, known) for rollout_round in rounds]
 
 

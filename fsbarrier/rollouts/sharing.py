@@ -21,12 +21,12 @@ TRAIN_SET = "train."
 
 def training_sets(settings: Settings, tasks: Mapping[str, TaskSource]) -> list[TaskSet]:
     """The sets of training tasks in the run's task files, and their tasks by number."""
-    files, found = training_files(tasks), []
+    files, sets = training_files(tasks), []
     for key in _of_training(tasks):
         source, name = tasks[key], key.removeprefix("train").removeprefix(".")
         numbers = [files[source["path"]] + index for index in numbers_in(source)]
-        found.append(TaskSet(name, numbers, settings.train.sets[name].weight if name else 1.0))
-    return found
+        sets.append(TaskSet(name, numbers, settings.train.sets[name].weight if name else 1.0))
+    return sets
 
 
 def training_files(tasks: Mapping[str, TaskSource]) -> dict[str, int]:

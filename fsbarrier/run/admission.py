@@ -102,11 +102,11 @@ def _misplaced(nodes: Nodes, settings: Settings) -> Iterator[Problem]:
             continue
         beyond = ranges.beyond(per_node * num_nodes)
         if len(set(counts.values())) > 1 or not per_node:
-            found = ", ".join(f"node {rank} has {count}" for rank, count in counts.items())
+            counted_as = ", ".join(f"node {rank} has {count}" for rank, count in counts.items())
             yield Problem(
                 True,
                 setting,
-                f"numbers count accelerators of equal nodes, and {found}; name whole nodes, as node:0-1",
+                f"numbers count accelerators of equal nodes, and {counted_as}; name whole nodes, as node:0-1",
             )
         elif beyond is not None:
             yield Problem(

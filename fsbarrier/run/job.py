@@ -166,10 +166,10 @@ class RowJob:
         if self.cancel.is_set():
             raise Cancelled
 
-    def add_times(self, told: Payload) -> None:
+    def add_times(self, reported: Payload) -> None:
         """Add the times that a program or an engine reported."""
-        for name in TIMES & told.keys():
-            self.times[name] = self.times.get(name, 0.0) + (number(told, name) or 0.0)
+        for name in TIMES & reported.keys():
+            self.times[name] = self.times.get(name, 0.0) + (number(reported, name) or 0.0)
 
     def read_progress(self) -> None:
         """Read the running program's progress file, if there is one."""

@@ -78,13 +78,13 @@ def iterations(log_path: Path) -> list[int]:
     """The iterations that have trajectories on disk. Raises OSError."""
     folders = [RunPaths(log_path).trajectories(split) for split in SPLITS]
     names = [path.name for folder in folders if folder.is_dir() for path in folder.iterdir()]
-    return sorted({found.iteration for name in names if (found := parse_trajectories(name)) is not None})
+    return sorted({parsed.iteration for name in names if (parsed := parse_trajectories(name)) is not None})
 
 
-def gone(log_path: Path, split: str, iteration: int, found: Iterable[FoundFile]) -> list[Path]:
+def gone(log_path: Path, split: str, iteration: int, rank_files: Iterable[FoundFile]) -> list[Path]:
     """The merged files of a split that the run's decisions refer to but that are missing or damaged."""
     paths = RunPaths(log_path)
-    whole = {item.path.name for item in found if item.node_rank is None and not item.state.in_the_way}
+    whole = {item.path.name for item in rank_files if item.node_rank is None and not item.state.in_the_way}
     ours = {name for name in _decided(paths, iteration) if name.startswith(f"{split}_")}
     return [paths.trajectories(split) / name for name in sorted(ours - whole)]
 

@@ -67,8 +67,8 @@ class TrackerProgram:
     def troubles(self) -> list[Payload]:
         """The failures since the last call, for the journal."""
         self._hear()
-        told, self._troubles = self._troubles, []
-        return told
+        troubles, self._troubles = self._troubles, []
+        return troubles
 
     def close(self) -> None:
         """Wait a while for the last iterations to be sent, and end the program."""

@@ -81,8 +81,8 @@ class WorkingNode(Node):
 
     def command(self, launch: Launch, spec: JsonRecord | None = None) -> None:
         own = {} if spec is None else spec.as_json()
-        told = {**self.context.identity.as_json(), **own}
-        ProgramRun(launch, told, self.context, self.job, self.workplace, reports=False).run()
+        program_spec = {**self.context.identity.as_json(), **own}
+        ProgramRun(launch, program_spec, self.context, self.job, self.workplace, reports=False).run()
 
     # --- engines ---
 
@@ -189,8 +189,8 @@ class WorkingNode(Node):
             patiently(partial(checkpoints.publish_link, log_path, folder, last_look))
             known = folder.name, manifest.digest, best, publication.previous
             decision = PublishDecision(publication.policy_version, *known)
-            told = {"best_policy_version": best.version, "best_reward": best.reward} if best else {}
-            self.event("weights_published", decision, told)
+            best_fields = {"best_policy_version": best.version, "best_reward": best.reward} if best else {}
+            self.event("weights_published", decision, best_fields)
             patiently(last_look)
             best_folder = best.folder if best is not None else None
             retention.remove_old_versions(

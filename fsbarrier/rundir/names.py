@@ -177,7 +177,7 @@ PART = Name(f"{RANK_CHECKPOINT.template}.g{{:04d}}i{{:04d}}v{{:06d}}.part", Traj
 def parse_trajectories(name: str) -> TrajectoryName | None:
     """The meaning of a trajectory file's name: merged, a rank's checkpoint, or a part."""
     kinds = (MERGED, MERGED_BY, RANK_CHECKPOINT, PART)
-    return next((found for kind in kinds if (found := kind.parse(name)) is not None), None)
+    return next((parsed for kind in kinds if (parsed := kind.parse(name)) is not None), None)
 
 
 # --- checkpoints, logs, events -------------------------------------------------------------------------------------------

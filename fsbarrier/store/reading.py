@@ -70,9 +70,9 @@ def open_plain(path: Path | str, *, links: bool = False, dir_fd: int | None = No
     return fd
 
 
-def check_plain(found: os.stat_result, path: Path | str) -> None:
+def check_plain(status: os.stat_result, path: Path | str) -> None:
     """Raises NotPlain or IsADirectoryError if `found` is not a regular file."""
-    kind = stat.S_IFMT(found.st_mode)
+    kind = stat.S_IFMT(status.st_mode)
     if kind == stat.S_IFDIR:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if kind != stat.S_IFREG:

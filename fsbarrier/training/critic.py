@@ -31,12 +31,17 @@ class ValueObjective:
         self.optimizer = critics_optimizer(self.settings)
 
     def loss(
-        self, found: tuple[Tensor, ...], micro: MicroBatch, mask: Tensor, chosen: list[int], divisor: Divisor
+        self,
+        outputs: tuple[Tensor, ...],
+        micro: MicroBatch,
+        mask: Tensor,
+        chosen: list[int],
+        divisor: Divisor,
     ) -> LossSums:
         """See Objective."""
         assert micro.values is not None and micro.returns is not None
         clip, aggregation = self.settings.critic.clip, self.settings.algorithm.aggregation
-        return value_loss(clip, aggregation, found[0], micro.values, micro.returns, mask, divisor)
+        return value_loss(clip, aggregation, outputs[0], micro.values, micro.returns, mask, divisor)
 
     def before_step(self, totals: Sums) -> None:
         """See Objective."""

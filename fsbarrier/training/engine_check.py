@@ -41,15 +41,15 @@ def known_logprobs(trainer: Trainer, batch: TrainingBatch, settings: Settings) -
     if small is None:
         return None
     as_is = replace(settings, rollout=replace(settings.rollout, temperature=1.0))
-    found = numbers_of_tokens(trainer.backend.model, small, as_is, trainer.processes)[0]
+    log_probs = numbers_of_tokens(trainer.backend.model, small, as_is, trainer.processes)[0]
     sampled = small.loss_mask.bool()
-    if not bool(found[sampled].isfinite().all()):
+    if not bool(log_probs[sampled].isfinite().all()):
         raise ProgramFailed(
             "with the new weights a log-probability is no finite number; nothing was saved; try a smaller optimizer.lr"
         )
     rows = []
     for begin, end in pairwise(small.offsets.tolist()):
-        pairs = zip(found[begin:end].tolist(), sampled[begin:end].tolist(), strict=True)
+        pairs = zip(log_probs[begin:end].tolist(), sampled[begin:end].tolist(), strict=True)
         tokens = tuple(small.token_ids[begin:end].tolist())
         rows.append(KnownSequence(tokens, tuple(number if wanted else None for number, wanted in pairs)))
     return KnownLogprobs(limit_of(settings, trainer.processes), tuple(rows))

@@ -74,9 +74,9 @@ class MicroBatch:
             *(None if tensor is None else padded(tensor).to(device) for tensor in further),
         )
 
-    def placed(self, found: Tensor) -> Tensor:
+    def placed(self, output: Tensor) -> Tensor:
         """Place the model's outputs for the wanted tokens in a [sequences, longest] tensor for the loss; 0 elsewhere."""
-        return torch.zeros_like(self.engine).masked_scatter(self.mask, found)
+        return torch.zeros_like(self.engine).masked_scatter(self.mask, output)
 
 
 def plan(

@@ -51,7 +51,12 @@ class Objective(Protocol):
     lr: str
 
     def loss(
-        self, found: tuple[Tensor, ...], micro: MicroBatch, mask: Tensor, chosen: list[int], divisor: Divisor
+        self,
+        outputs: tuple[Tensor, ...],
+        micro: MicroBatch,
+        mask: Tensor,
+        chosen: list[int],
+        divisor: Divisor,
     ) -> LossSums:
         """A micro-batch's contribution to the minibatch's loss. `found`: the model's outputs, each [sequences, longest]; `chosen`: the
         micro-batch's sequences, empty if it has weight zero."""
@@ -77,10 +82,15 @@ class PolicyObjective:
         self._gap: GapSums | None = GapSums(self.batch, self.trainer.processes.device)
 
     def loss(
-        self, found: tuple[Tensor, ...], micro: MicroBatch, mask: Tensor, chosen: list[int], divisor: Divisor
+        self,
+        outputs: tuple[Tensor, ...],
+        micro: MicroBatch,
+        mask: Tensor,
+        chosen: list[int],
+        divisor: Divisor,
     ) -> LossSums:
         """See Objective."""
-        new, entropy, _ = found
+        new, entropy, _ = outputs
         if self._gap is not None:
             self._gap.add(new, micro, mask, chosen)
         # Tokens of examples (SFT) were not sampled, and are NaN; they get the ratio 1.

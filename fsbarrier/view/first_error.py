@@ -33,8 +33,8 @@ def first_error(events: Sequence[Event], logs: Path) -> list[str]:
     before = [event for event in shown if event.at <= failed.at and event is not failed][-AROUND:]
     after = [event for event in shown if event.at > failed.at][:AROUND]
     lines = ["the first failure:", *_indented(log_lines(failed))]
-    if found := _in_the_log(failed, logs):
-        lines += ["", *found]
+    if tail := _in_the_log(failed, logs):
+        lines += ["", *tail]
     lines += ["", "events around it, on all nodes:"]
     lines += _indented(f"node {event.node_rank}: {event_line(event)}" for event in (*before, failed, *after))
     return lines

@@ -68,15 +68,15 @@ class RunHistory:
 
     def rewards(self) -> list[Rewards]:
         """The iterations that have a reward, in order."""
-        found = [self._rewards(iteration) for iteration in sorted({key[0] for key in self._results})]
-        return [reward for reward in found if reward.train is not None or reward.test is not None]
+        rewards = [self._rewards(iteration) for iteration in sorted({key[0] for key in self._results})]
+        return [reward for reward in rewards if reward.train is not None or reward.test is not None]
 
     def results(self) -> dict[int, list[Event]]:
         """iteration -> the newest report of each kind from its phases."""
-        found: dict[int, list[Event]] = {}
+        results: dict[int, list[Event]] = {}
         for (iteration, _), event in sorted(self._results.items()):
-            found.setdefault(iteration, []).append(event)
-        return found
+            results.setdefault(iteration, []).append(event)
+        return results
 
     def reports(self, name: str) -> dict[int, Event]:
         """iteration -> the newest event of this name. The evaluation of a session's last policy counts for the iteration that would start

@@ -65,11 +65,11 @@ def node_status(reader: RunReader, rank: int, now: float, logs: Path | None) -> 
         # An earlier incarnation's position does not apply to this one.
         iteration = 0
     waits = rank in reader.arrived
-    told = dict(beat.progress) if alive and beat is not None else {}
-    engines = told.pop("frozen", {})
+    reported = dict(beat.progress) if alive and beat is not None else {}
+    engines = reported.pop("frozen", {})
     progress = None
     if not waits and beat is not None and (beat.iteration, beat.phase) == (iteration, phase):
-        progress = told or None
+        progress = reported or None
     activity = None
     if state == "running" and newest is not None and rank in newest.ranks:
         activity = "waiting" if waits else "working"
@@ -100,12 +100,12 @@ def beat_s(reader: RunReader) -> float:
 def _place(reader: RunReader, rank: int) -> tuple[int, int, int, str]:
     """(generation, iteration, phase, phase name) of a node, from its journal or its heartbeat, whichever is further ahead."""
     beat, started = reader.beat(rank), reader.places.get(rank)
-    found = [(0, 0, 0, "")]
+    places = [(0, 0, 0, "")]
     if beat is not None:
-        found.append((beat.generation, beat.iteration, beat.phase, beat.phase_name))
+        places.append((beat.generation, beat.iteration, beat.phase, beat.phase_name))
     if started is not None:
-        found.append((*started.row, started.phase_name))
-    return max(found)
+        places.append((*started.row, started.phase_name))
+    return max(places)
 
 
 def _state(reader: RunReader, rank: int, now: float) -> str:

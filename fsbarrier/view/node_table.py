@@ -70,8 +70,8 @@ def _engines(node: NodeStatus) -> list[tuple[str | tuple[str, str], tuple[str, s
     named = {f"engines.{name}": engine for name, engine in node.engines.items()}
     for name, shown in {**named, **(environments if isinstance(environments, dict) else {})}.items():
         if isinstance(shown, dict):
-            told, restarts = shown.get("states"), int(number(shown, "restarts") or 0)
-            states = [*map(str, told)] if isinstance(told, list) else []
+            listed_states, restarts = shown.get("states"), int(number(shown, "restarts") or 0)
+            states = [*map(str, listed_states)] if isinstance(listed_states, list) else []
             state = next(
                 (problem for problem in ("down", "starting") if problem in states),
                 states[0] if states else "off",

@@ -188,8 +188,8 @@ def _newest(value: float) -> str:
 
 
 def _points(rows: Mapping[int, Row], column: str) -> list[tuple[float, float]]:
-    found = ((float(iteration), row.get(column)) for iteration, row in rows.items())
-    return [(iteration, value) for iteration, value in found if isinstance(value, int | float)]
+    points = ((float(iteration), row.get(column)) for iteration, row in rows.items())
+    return [(iteration, value) for iteration, value in points if isinstance(value, int | float)]
 
 
 # --- time -------------------------------------------------------------------------------------------------------------------

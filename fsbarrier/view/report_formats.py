@@ -63,7 +63,7 @@ def iteration_rows(reader: RunReader, status: RunStatus) -> dict[int, Row]:
     times = {timing.iteration: timing for timing in status.times}
     rewards = {reward.iteration: reward for reward in status.rewards}
     phases = sorted({phase for timing in status.times for phase in timing.phases})
-    found: dict[int, Row] = {}
+    rows_by_iteration: dict[int, Row] = {}
     for iteration in sorted({*reports["updated"], *times, *rewards}):
         reward, time = rewards.get(iteration), times.get(iteration)
         row: Row = {
@@ -81,8 +81,8 @@ def iteration_rows(reader: RunReader, status: RunStatus) -> dict[int, Row]:
         for name, fields in measured.items():
             event, prefix = reports[name].get(iteration), MEASURES[name][0]
             row |= {f"{prefix}_{column(field)}": event.number(field) if event else None for field in fields}
-        found[iteration] = row
-    return found
+        rows_by_iteration[iteration] = row
+    return rows_by_iteration
 
 
 def _measured(name: str, events: Collection[Event]) -> list[str]:

@@ -35,7 +35,7 @@ SplitSamples = tuple[str, list[ShownTrajectory], str]
 
 def samples(paths: RunPaths, newest: int) -> list[SplitSamples]:
     """For each split, the samples of the newest iteration up to `newest` that has a merged file."""
-    return [found for split in SPLITS if (found := _split(paths, split, newest))]
+    return [shown for split in SPLITS if (shown := _split(paths, split, newest))]
 
 
 def _split(paths: RunPaths, split: str, newest: int) -> SplitSamples | None:
@@ -51,7 +51,7 @@ def _split(paths: RunPaths, split: str, newest: int) -> SplitSamples | None:
     try:
         chosen = choose(_groups(paths, split, iteration))
         kept_in = paths.images(split, iteration)
-        found = [_sample(label, trajectory, kept_in) for label, trajectory in chosen]
+        samples = [_sample(label, trajectory, kept_in) for label, trajectory in chosen]
     # A user's own program may write arbitrary values into a trajectory's fields.
     except (
         StoreError,
@@ -64,7 +64,7 @@ def _split(paths: RunPaths, split: str, newest: int) -> SplitSamples | None:
     ) as error:
         name = paths.merged(split, iteration).name
         return title, [], one_line(f"cannot show {name}: {error}")
-    return title, found, "" if found else "No scored trajectory can be shown."
+    return title, samples, "" if samples else "No scored trajectory can be shown."
 
 
 #: a group, and the rank's file that contains it
@@ -73,11 +73,11 @@ Place = tuple[Path, GroupEntry]
 
 def _groups(paths: RunPaths, split: str, iteration: int) -> list[Place]:
     """The groups in the ranks' files, which can be read one by one, unlike those of a merged file."""
-    found: dict[int, Place] = {}
+    places: dict[int, Place] = {}
     for item in rank_files.find(paths.root, split, iteration):
         for group in item.file.groups if item.mergeable and item.file else ():
-            found.setdefault(group.task_index, (item.path, group))
-    return [found[task] for task in sorted(found)]
+            places.setdefault(group.task_index, (item.path, group))
+    return [places[task] for task in sorted(places)]
 
 
 def choose(groups: Sequence[Place]) -> list[tuple[str, Trajectory]]:
@@ -143,19 +143,19 @@ def _text_and_images(content: object, kept_in: Path, room: int) -> tuple[str, li
     """A message's text, and its images as data: URLs, at most `room`. The text marks the omitted images."""
     if not isinstance(content, list):
         return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False), []
-    texts, found = [], list[str]()
+    texts, pictures = [], list[str]()
     for part in images.parts_of(content):
         name = images.source_of(part)
         if name is None:
             texts.append(images.text_of([part]) or json.dumps(part, ensure_ascii=False))
-        elif len(found) >= room:
+        elif len(pictures) >= room:
             texts.append("[image]")
         else:
             try:
-                found.append(images.thumbnail(kept_in / Path(name).name, IMAGE_SIDE))
+                pictures.append(images.thumbnail(kept_in / Path(name).name, IMAGE_SIDE))
             except (ProgramFailed, ValueError, ImportError) as error:
                 texts.append(f"[image: {error}]")
-    return "\n".join(texts), found
+    return "\n".join(texts), pictures
 
 
 def _shortened(text: str) -> str:

@@ -199,8 +199,8 @@ class RunReader:
                 self.joined_since[join.rank] = now
 
     def _read_generations(self) -> None:
-        found = names.GENERATION.parse_all(self._store.names(self.paths.generations))
-        for number in sorted(set(found) - self._generations):
+        numbers = names.GENERATION.parse_all(self._store.names(self.paths.generations))
+        for number in sorted(set(numbers) - self._generations):
             record = self._store.read(self.paths.generation(number), Generation)
             if record is None:
                 continue
@@ -262,10 +262,10 @@ class RunReader:
                 self._rows = None
 
     def _read_beats(self, now: float) -> None:
-        told = {start.rank: beat for start, beat in self._heartbeats.read() if beat is not None}
+        newest = {start.rank: beat for start, beat in self._heartbeats.read() if beat is not None}
         # On a full disk a node can only change the name.
         pulses = names_of_beats(self._store, self.paths)
-        beats = {rank: with_name(beat, pulses) for rank, beat in told.items()}
+        beats = {rank: with_name(beat, pulses) for rank, beat in newest.items()}
         for beat in beats.values():
             with contextlib.suppress(OSError):
                 self.beat_times[beat.rank] = self.paths.beat(beat.rank, beat.incarnation).stat().st_mtime

@@ -235,14 +235,14 @@ def _waiting(reader: RunReader, nodes: tuple[NodeStatus, ...], state: str) -> Wa
 
 def _figures(reader: RunReader, times: Sequence[IterationTime]) -> dict[str, float]:
     """The latest loss, entropy, length of an answer, and tokens per second of all nodes together in a training rollout."""
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for name, field in (("updated", "loss"), ("updated", "entropy"), ("rolled_out", "answer_tokens_mean")):
         values = [
             value
             for event in reader.history.reports(name).values()
             if (value := event.number(field)) is not None
         ]
-        found |= {field: values[-1]} if values else {}
+        figures |= {field: values[-1]} if values else {}
     phases_s = {
         timing.iteration: {name: seconds for (_, name), seconds in timing.phases.items()}
         for timing in times
@@ -251,8 +251,8 @@ def _figures(reader: RunReader, times: Sequence[IterationTime]) -> dict[str, flo
     for iteration, event in reader.history.reports("rolled_out").items():
         seconds = phases_s.get(iteration, {}).get(TRAIN_ROLLOUT)
         tokens = (event.number("answer_tokens_mean") or 0.0) * (event.number("trajectories") or 0.0)
-        found |= {"tokens_per_s": tokens / seconds} if seconds and tokens else {}
-    return found
+        figures |= {"tokens_per_s": tokens / seconds} if seconds and tokens else {}
+    return figures
 
 
 def _interruptions(reader: RunReader, costs_s: Mapping[int, float]) -> Iterator[Interruption]:
@@ -290,7 +290,7 @@ def _files(reader: RunReader, nodes: tuple[NodeStatus, ...]) -> dict[str, str]:
         "logs": paths.logs,
         "events": paths.events,
     }
-    found = {
+    files = {
         name: str(path)
         for name, path in named.items()
         if path is not None and (path.exists() or path.is_symlink())
@@ -299,13 +299,13 @@ def _files(reader: RunReader, nodes: tuple[NodeStatus, ...]) -> dict[str, str]:
         failure.node_rank for failure in reader.history.failures if failure.iteration == reader.position[1]
     }
     troubled = [node for node in nodes if node.state in ("lost", "suspected") or node.node_rank in failed]
-    return found | {f"node_{node.node_rank}_logs": node.logs for node in troubled[:4] if node.logs}
+    return files | {f"node_{node.node_rank}_logs": node.logs for node in troubled[:4] if node.logs}
 
 
 def _newest_merged(folder: Path) -> Path | None:
     """The merged file of the newest iteration in a folder of trajectories."""
     try:
-        merged = {path: found.iteration for path in folder.iterdir() if (found := MERGED.parse(path.name))}
+        merged = {path: parsed.iteration for path in folder.iterdir() if (parsed := MERGED.parse(path.name))}
     except OSError:
         return None
     return max(merged, key=merged.__getitem__, default=None)
@@ -316,29 +316,29 @@ def _newest_merged(folder: Path) -> Path | None:
 
 def problems(reader: RunReader, nodes: Sequence[NodeStatus], state: str) -> list[str]:
     """Problems, one line each, the worst first. A line that begins with a space is a program's output."""
-    found = _unwritable(reader, nodes)
+    problems = _unwritable(reader, nodes)
     verdict = reader.newest.verdict if reader.newest is not None else None
     if verdict is not None and state == "broken":
-        found += verdict.reason.splitlines()
+        problems += verdict.reason.splitlines()
     for node in nodes:
         name = f"node {node.node_rank}{f' ({node.host})' if node.host else ''}"
         if node.state == "absent" and reader.newest is None:
-            found.append(f"{name} has not been started yet")
+            problems.append(f"{name} has not been started yet")
         elif node.state == "suspected":
-            found.append(f"{name}: no heartbeat in {duration(node.silent_s or 0.0)} of watching")
+            problems.append(f"{name}: no heartbeat in {duration(node.silent_s or 0.0)} of watching")
         elif node.state == "lost":
-            found.append(f"{name} is lost: {_why_lost(reader, node)}")
+            problems.append(f"{name} is lost: {_why_lost(reader, node)}")
             who = f"--worker {node.node_rank}" if node.node_rank else "--master"
             where = shlex.quote(str(reader.log_path))
-            found.append(f"  start it again there: fsbarrier run {who} --log-path {where}")
+            problems.append(f"  start it again there: fsbarrier run {who} --log-path {where}")
     if state != "broken" or verdict is None:
-        found += _early_endings(reader, nodes)
+        problems += _early_endings(reader, nodes)
     if state in ("running", "stalled") or (state == "broken" and reader.newest and verdict is None):
-        found += _failures(reader)
+        problems += _failures(reader)
     if state == "stalled" and nodes and all(node.state in ("lost", "left", "absent") for node in nodes):
-        found.append("no node of this run is alive; start it again to resume")
-    found += [one_line(fault) for fault in reader.faults]
-    return list(dict.fromkeys(found))
+        problems.append("no node of this run is alive; start it again to resume")
+    problems += [one_line(fault) for fault in reader.faults]
+    return list(dict.fromkeys(problems))
 
 
 def _unwritable(reader: RunReader, nodes: Sequence[NodeStatus]) -> list[str]:
@@ -353,13 +353,15 @@ def _unwritable(reader: RunReader, nodes: Sequence[NodeStatus]) -> list[str]:
                 f"the filesystem of {root} is full (no {lacks} left), "
                 "so no node can write; make room, and start again those that have ended"
             ]
-    told = [rank for rank in sorted(reader.joins) if (beat := reader.beat(rank)) and beat.state == UNWRITABLE]
-    each = "node " if len(told) == 1 else "nodes "
+    unwritable = [
+        rank for rank in sorted(reader.joins) if (beat := reader.beat(rank)) and beat.state == UNWRITABLE
+    ]
+    each = "node " if len(unwritable) == 1 else "nodes "
     return (
         [
-            f"{each}{ranks(told)} cannot write in {root} (room, quota, permission); their output says what fails"
+            f"{each}{ranks(unwritable)} cannot write in {root} (room, quota, permission); their output says what fails"
         ]
-        if told
+        if unwritable
         else []
     )
 
@@ -389,13 +391,13 @@ def _failures(reader: RunReader) -> list[str]:
     """The programs that failed in the current iteration, each once, with their last log lines."""
     failures = [failure for failure in reader.history.failures if failure.iteration == reader.position[1]]
     latest = {(failure.node_rank, failure.phase): failure for failure in failures}
-    found = []
+    problems = []
     for key, failure in list(latest.items())[-3:]:
         tries = sum((failure.node_rank, failure.phase) == key for failure in failures)
         times = f" ({tries} times)" if tries > 1 else ""
         phase = f"{failure.phase} {failure.phase_name}"
         where = f"node {failure.node_rank}, iteration {failure.iteration}, phase {phase}"
-        found.append(f"{where} failed{times}: {one_line(failure.text('error')) or 'unknown error'}")
+        problems.append(f"{where} failed{times}: {one_line(failure.text('error')) or 'unknown error'}")
         log = failure.lines("log")
-        found += [f"  | {one_line(line)}" for line in (*log[:1], *log[1:][-4:])]
-    return found
+        problems += [f"  | {one_line(line)}" for line in (*log[:1], *log[1:][-4:])]
+    return problems

@@ -157,12 +157,12 @@ def problem_lines(status: RunStatus, width: int, most: int) -> list[Text]:
     """Problems, the worst first, in at most `most` lines: the first and the last ones. Log lines of a failed program are indented; the
     last one usually has the reason."""
     style = "bold red" if status.state == "broken" else "yellow"
-    found: list[Text] = []
+    lines: list[Text] = []
     for problem in status.problems:
         lead, own = (("  ", "dim"), "dim") if problem.startswith(" ") else (("! ", style), style)
-        found += wrapped(lead, one_line(problem), own, width, most)
+        lines += wrapped(lead, one_line(problem), own, width, most)
     last = most // 2
-    return found if len(found) <= most else [*found[: most - last - 1], line(("  …", "dim")), *found[-last:]]
+    return lines if len(lines) <= most else [*lines[: most - last - 1], line(("  …", "dim")), *lines[-last:]]
 
 
 # --- rewards, times, events -----------------------------------------------------------------------------------------------
@@ -177,15 +177,15 @@ def reward_lines(rewards: Sequence[Rewards], width: int) -> list[Text]:
     known = [value for _, _, curve in curves for value in curve if value is not None]
     low, high = (min(known), max(known)) if known else (0.0, 1.0)
     high = max(high, low + LEAST_RANGE * max(abs(low), abs(high)))
-    found = []
+    lines = []
     for name, style, curve in curves:
         values = [value for value in curve if value is not None]
         if not values:
             continue
         spark = sparkline(curve, max(8, min(60, width - 50)), low, high)
         change = amount(values[0]) + (f" → {amount(values[-1])}" if len(values) > 1 else "")
-        found.append(line(f"reward {name:<8} ", (spark, style), "  ", (change, f"bold {style}")))
-    return found
+        lines.append(line(f"reward {name:<8} ", (spark, style), "  ", (change, f"bold {style}")))
+    return lines
 
 
 def time_line(iterations: Sequence[IterationTime], width: int) -> list[Text]:

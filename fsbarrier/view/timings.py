@@ -143,12 +143,12 @@ def row_times(spans: Iterable[Span]) -> list[RowTime]:
     for span in spans:
         members[span.row].append(span)
     keys = sorted(members)
-    found = []
+    times = []
     for index, key in enumerate(keys):
         following = keys[index + 1] if index + 1 < len(keys) else None
         follows = members[following] if following is not None and following[0] == key[0] else []
-        found.append(_row(members[key], follows))
-    return found
+        times.append(_row(members[key], follows))
+    return times
 
 
 def _row(spans: Sequence[Span], following: Sequence[Span]) -> RowTime:
@@ -252,10 +252,10 @@ def goodput(rows: Sequence[RowTime]) -> Goodput | None:
 
 
 def _sums(items: Iterable[tuple[tuple[int, str], float]]) -> dict[tuple[int, str], float]:
-    found: dict[tuple[int, str], float] = defaultdict(float)
+    sums: dict[tuple[int, str], float] = defaultdict(float)
     for phase, seconds in items:
-        found[phase] += seconds
-    return dict(sorted(found.items()))
+        sums[phase] += seconds
+    return dict(sorted(sums.items()))
 
 
 # --- the largest losses of time ---
@@ -278,15 +278,15 @@ def wastes(spans: Iterable[Span], most: int = 3) -> list[str]:
         for cause, seconds in _losses(span, rows[span.row]):
             lost[cause][span.node_rank] += seconds
     everything = sum(whole.values())
-    found = []
+    wasted = []
     for cause, by_node in lost.items():
         # Omit nodes with a negligible loss, so that their time does not dilute the share.
         named = sorted(rank for rank, own in by_node.items() if own >= LEAST * whole[rank] > 0)
         if named and sum(by_node.values()) >= LEAST * everything:
             share = sum(by_node[rank] for rank in named) / sum(whole[rank] for rank in named)
             whose = f"node {named[0]}'s time" if len(named) == 1 else f"the time of nodes {ranks(named)}"
-            found.append((-sum(by_node.values()), f"{percent(share)} of {whose}: {cause}"))
-    return [sentence for _, sentence in sorted(found)[:most]]
+            wasted.append((-sum(by_node.values()), f"{percent(share)} of {whose}: {cause}"))
+    return [sentence for _, sentence in sorted(wasted)[:most]]
 
 
 def _losses(span: Span, row: RowTime) -> Iterable[tuple[str, float]]:

@@ -113,15 +113,15 @@ def tokens_of(
     return tokens, [False, *trained[1:]]
 
 
-def _end_of_turn(tokenizer: Any, found: Sequence[int], ends: Collection[int]) -> int | None:
+def _end_of_turn(tokenizer: Any, tokens: Sequence[int], ends: Collection[int]) -> int | None:
     """The index of the token that ends an answer's turn; the template's tokens after it are not trained on. It is the last of the model's
     end tokens, or without one a special token that only spaces follow; None if there is neither."""
-    at = max((at for at, token in enumerate(found) if token in ends), default=None)
+    at = max((at for at, token in enumerate(tokens) if token in ends), default=None)
     if at is not None:
         return at
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    at = max((at for at, token in enumerate(found) if token in special), default=None)
-    return at if at is not None and not tokenizer.decode(found[at + 1 :]).strip() else None
+    at = max((at for at, token in enumerate(tokens) if token in special), default=None)
+    return at if at is not None and not tokenizer.decode(tokens[at + 1 :]).strip() else None
 
 
 def sequence(tokens: Sequence[int], trained: Sequence[bool]) -> TrainingSequence:

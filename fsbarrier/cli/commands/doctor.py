@@ -57,8 +57,8 @@ def main(args: argparse.Namespace) -> int:
         master=args.master, worker=args.worker, environ=os.environ, num_nodes=args.num_nodes
     )
     count = args.num_nodes
-    if count is None and (found := ranks.count_nodes(rank, os.environ)) is not None:
-        count = found.value
+    if count is None and (by_launcher := ranks.count_nodes(rank, os.environ)) is not None:
+        count = by_launcher.value
     if count == 0:
         raise UsageError("--num-nodes 0: must be 1 or more")
     known, several = args.master or args.worker is not None, count is not None and count > 1

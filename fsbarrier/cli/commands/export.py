@@ -84,16 +84,16 @@ def main(args: argparse.Namespace) -> int:
 
 def export_table(args: argparse.Namespace, log_path: Path, target: Path) -> int:
     """Write trajectories as a table. Raises UsageError, StoreError."""
-    found, aside = tables.sources(log_path, args.split, args.iteration)
+    exported, aside = tables.sources(log_path, args.split, args.iteration)
     make_parents(target)
-    count = tables.export(found, target, tokens=not args.no_tokens)
+    count = tables.export(exported, target, tokens=not args.no_tokens)
     if args.json:
-        sources = [str(path) for path in found]
+        sources = [str(path) for path in exported]
         print(json.dumps({"file": str(target), "trajectories": count, "from": sources, "aside": aside}))
     else:
         for note in aside:
             print(f"skipped: {printable(note)}")
-        print(f"exported {count} trajectories from {counted(len(found), 'file')} to {target}")
+        print(f"exported {count} trajectories from {counted(len(exported), 'file')} to {target}")
     return 0
 
 

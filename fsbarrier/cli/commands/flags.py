@@ -80,21 +80,21 @@ def gather(args: argparse.Namespace) -> tuple[ChosenValue, ...]:
     from fsbarrier.settings.sources import from_file, from_flags, from_words
 
     known = known_names()
-    found = from_file(Path(args.config)) if args.config else []
-    found += from_flags({flag: getattr(args, setting_of(flag)) for flag in FLAGS}, known)
-    return with_range_of_nodes((*found, *from_words(args.settings, known)))
+    chosen = from_file(Path(args.config)) if args.config else []
+    chosen += from_flags({flag: getattr(args, setting_of(flag)) for flag in FLAGS}, known)
+    return with_range_of_nodes((*chosen, *from_words(args.settings, known)))
 
 
 def as_typed(args: argparse.Namespace) -> list[str]:
     """The arguments that repeat these choices in another `fsbarrier run`."""
-    found = ["--resume"] if args.resume else []
+    words = ["--resume"] if args.resume else []
     for flag in FLAGS:
         value = getattr(args, setting_of(flag))
         if value not in (None, False):
-            found += [flag] if value is True else [flag, value]
+            words += [flag] if value is True else [flag, value]
     if args.config:
-        found += ["--config", args.config]
-    return [*found, *args.settings]
+        words += ["--config", args.config]
+    return [*words, *args.settings]
 
 
 def words_for_others(args: argparse.Namespace, command: str) -> tuple[str, ...]:

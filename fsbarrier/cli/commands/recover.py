@@ -46,32 +46,32 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError("--allow-partial: only valid with --aggregate")
     if not args.dry_run:
         refuse_if_live(log_path, record.settings.coordination.beat_s)
-    found = recovery.inspect(log_path, args.iteration)
-    aside = [item for item in found if item.state.in_the_way]
+    files = recovery.inspect(log_path, args.iteration)
+    aside = [item for item in files if item.state.in_the_way]
     outcome: JsonObject = {
         "log_path": str(log_path),
         "iteration": args.iteration,
         "dry_run": args.dry_run,
-        "files": [file_json(item) for item in found],
+        "files": [file_json(item) for item in files],
         "would_quarantine" if args.dry_run else "quarantined": [str(item.path) for item in aside],
     }
     try:
-        plan = [merge(log_path, split, found, args, dry_run=True) for split in SPLITS]
+        plan = [merge(log_path, split, files, args, dry_run=True) for split in SPLITS]
         refused = [split["refused"] for split in plan if "refused" in split]
         if refused and args.aggregate and not args.dry_run:
             # Fail before changing anything.
             raise UsageError(refused[0])
-        has_something = found or any(split["gone"] for split in plan)
+        has_something = files or any(split["gone"] for split in plan)
         # The next iteration may have begun without a file.
         if not has_something and args.iteration > max(recovery.iterations(log_path), default=0) + 1:
             raise UsageError(nothing_of(log_path, args.iteration))
         if not args.dry_run:
             outcome["quarantined_in"] = str(recovery.quarantine(log_path, aside) or "")
-            plan = [merge(log_path, split, found, args, dry_run=False) for split in SPLITS]
+            plan = [merge(log_path, split, files, args, dry_run=False) for split in SPLITS]
         outcome["splits"] = plan
     except OSError as error:
         raise StoreError(f"{error.filename or log_path}: {error.strerror or error}") from None
-    print(json.dumps(outcome, indent=2) if args.json else as_text(outcome, found))
+    print(json.dumps(outcome, indent=2) if args.json else as_text(outcome, files))
     return 0
 
 
@@ -93,12 +93,12 @@ def nothing_of(log_path: Path, iteration: int) -> str:
 
 
 def merge(
-    log_path: Path, split: str, found: list[FoundFile], args: argparse.Namespace, *, dry_run: bool
+    log_path: Path, split: str, files: list[FoundFile], args: argparse.Namespace, *, dry_run: bool
 ) -> JsonObject:
     """Merge one split if the user asked for it, or show what that would do (see `merge_ranks`). Raises StoreError, OSError."""
-    gone = recovery.gone(log_path, split, args.iteration, found)
+    gone = recovery.gone(log_path, split, args.iteration, files)
     outcome: JsonObject = {"split": split, "gone": [str(path) for path in gone]}
-    usable = [item for item in found if item.split == split and not item.state.in_the_way]
+    usable = [item for item in files if item.split == split and not item.state.in_the_way]
     parts = [item for item in usable if item.node_rank is not None]
     if not parts:
         return outcome
@@ -111,9 +111,9 @@ def merge(
     return outcome
 
 
-def as_text(outcome: JsonObject, found: list[FoundFile]) -> str:
+def as_text(outcome: JsonObject, files: list[FoundFile]) -> str:
     lines = [f"iteration {outcome['iteration']} in {outcome['log_path']}"]
-    lines += file_lines(found) if found else ["  no files"]
+    lines += file_lines(files) if files else ["  no files"]
     if outcome.get("would_quarantine"):
         lines.append(f"would move {len(outcome['would_quarantine'])} file(s) to quarantine/")
     if outcome.get("quarantined_in"):

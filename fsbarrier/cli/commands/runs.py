@@ -32,18 +32,18 @@ def main(args: argparse.Namespace) -> int:
     folder = preflight.absolute(args.folder) if args.folder else preflight.default_log_path(os.environ).parent
     try:
         # A folder that this user may not enter is skipped.
-        found = sorted(path for path in folder.iterdir() if os.path.lexists(RunPaths(path).record))
+        run_dirs = sorted(path for path in folder.iterdir() if os.path.lexists(RunPaths(path).record))
     except OSError as error:
         raise UsageError(f"runs {folder}: {error.strerror}") from None
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        looked = [*pool.map(_look, found)]
+        looked = [*pool.map(_look, run_dirs)]
     for problem in (each for each in looked if isinstance(each, str)):
         flags.say(problem)
     runs = [each for each in looked if not isinstance(each, str)]
     runs.sort(key=lambda run: (run["last_activity_s"] is None, run["last_activity_s"]))
     if args.json:
         print(json.dumps(runs, indent=2))
-    elif not found:
+    elif not run_dirs:
         print(f"no runs in {folder}")
     else:
         _print(runs)

@@ -71,15 +71,15 @@ def read_hosts(text: str | None) -> tuple[str, ...]:
 def commands(job: ClusterJob, hosts: Sequence[str], ssh: Sequence[str]) -> list[list[str]]:
     """The ssh command of each node, by rank."""
     options = [word for option in OPTIONS for word in ("-o", option)]
-    found = []
+    argvs = []
     for rank, host in enumerate(hosts):
         node = ["env", f"NODE_RANK={rank}", f"NNODES={len(hosts)}", *job.run, *job.words]
         # ssh passes a single string to the remote shell, so every word is quoted.
         script = shlex.join(
             ["sh", "-c", _ON_EACH_MACHINE, "fsbarrier-node", str(job.folder), str(len(job.env)), *node]
         )
-        found.append([*ssh, *options, host, script])
-    return found
+        argvs.append([*ssh, *options, host, script])
+    return argvs
 
 
 def run_all(job: ClusterJob, hosts: Sequence[str], ssh: Sequence[str], logs: Path, say: Say) -> int:

@@ -91,8 +91,8 @@ def begin(request: Request, say: Say = lambda line: None) -> Start:
             say(f"{noticed.name}: {noticed.with_advice}")
     known = asked.typed.num_nodes if "num_nodes" in chosen else None
     rank = _rank(request, known)
-    if told := ranks.alone_in_a_job(rank, asked.typed.num_nodes, request.environ):
-        say(told)
+    if hint := ranks.alone_in_a_job(rank, asked.typed.num_nodes, request.environ):
+        say(hint)
     record = _find_record(asked, rank)
     return _create(asked, rank) if record is None else _join(asked, record, rank)
 
@@ -195,8 +195,10 @@ def _find_record(asked: _Asked, rank: ranks.Choice | None) -> RunRecord | None:
 
 def _create(asked: _Asked, rank: ranks.Choice | None) -> Start:
     request, typed, log_path = asked.request, asked.typed, asked.log_path
-    if found := runrecord.without_record(log_path):
-        some = printable(", ".join(found[:5])) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
+    if strangers := runrecord.without_record(log_path):
+        some = printable(", ".join(strangers[:5])) + (
+            f" and {len(strangers) - 5} more" if len(strangers) > 5 else ""
+        )
         raise UsageError(
             f"--log-path {log_path}: contains {some} but no run.json, so it is not the directory of a run; use a new or empty "
             "folder, or restore run.json if this run lost it"

@@ -241,18 +241,18 @@ def describe(record: RunRecord, settings: Settings) -> Iterator[tuple[int, int, 
     )
     for row in program.rows[first : last + 1]:
         context = replace(context, phase=row)
-        told: list[tuple[int, list[str]]] = []
+        descriptions: list[tuple[int, list[str]]] = []
         reports: dict[int, Payload] = {}
         if row.each:
             for rank in ranks:
                 lines, reports[rank] = _called(row.each, replace(context, node_rank=rank))
-                told.append((rank, lines))
+                descriptions.append((rank, lines))
         if row.leader:
             # As in a run, the leader works after the others and sees their results.
             lines, decision = _called(row.leader, replace(context, reports=partial(_the_same, {**reports})))
-            told.append((0, lines))
+            descriptions.append((0, lines))
             reports[0] = {**reports.get(0, {}), **decision}
-        for rank, lines in told:
+        for rank, lines in descriptions:
             for text in lines:
                 yield rank, row.index, row.name, text
         if reports.get(0):

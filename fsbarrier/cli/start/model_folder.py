@@ -96,18 +96,18 @@ def _check_model(said: str, folder: Path, tokenizer: Collection[str]) -> None:
 
 def with_engines_folders(settings: Settings, data_path: str | None, environ: Environ) -> Settings:
     """The settings with the folders of the models of the frozen engines and the critic. Raises UsageError."""
-    found, data = dict(settings.engines), Path(data_path) if data_path else None
+    engines, data = dict(settings.engines), Path(data_path) if data_path else None
     for name, engine in settings.engines.items():
         if engine.model is not None:
             folder = find_model(engine.model, data, environ, f"engines.{name}.model")
             # The link of another run, which may be going on, leads elsewhere later.
-            found[name] = replace(engine, model=str(folder.resolve()))
+            engines[name] = replace(engine, model=str(folder.resolve()))
     critic = settings.critic
     if critic.model is not None:
         # It gets the policy's tokens, so it needs no tokenizer.
         folder = find_model(critic.model, data, environ, "critic.model", ())
         critic = replace(critic, model=str(folder.resolve()))
-    return replace(settings, engines=found, critic=critic)
+    return replace(settings, engines=engines, critic=critic)
 
 
 def check_engines(settings: Settings, policy: Path | None) -> None:

@@ -72,16 +72,16 @@ def read_tasks(
     from fsbarrier.data import tasks
     from fsbarrier.rewards.kinds import about_scorers, check_answers
 
-    found: dict[str, TaskSource] = {}
+    task_sources: dict[str, TaskSource] = {}
     for split, file in named.items():
         path = _task_file(data_path, split) if file is None else _named_file(data_path, split, file)
         read = tasks.read_tasks(path)
-        found[split] = _source(path, read.count)
+        task_sources[split] = _source(path, read.count)
         check_answers(
             settings.reward.kind, read.tasks.values(), path, agent=settings.rollout.agent is not None
         )
-        if told := about_scorers(settings.reward.kind, read.tasks.values(), path):
-            say(told)
+        if hint := about_scorers(settings.reward.kind, read.tasks.values(), path):
+            say(hint)
         _check_environments(read.tasks.values(), path, settings)
         if model is not None:
             _check_images(read.tasks.values(), path, model, settings, blind)
@@ -96,20 +96,20 @@ def read_tasks(
         )
         if where is not None:
             fits = tasks.in_set(where)
-            found[split]["picked"] = [index for index, task in read.tasks.items() if fits(task)]
-            if not found[split]["picked"]:
+            task_sources[split]["picked"] = [index for index, task in read.tasks.items() if fits(task)]
+            if not task_sources[split]["picked"]:
                 raise UsageError(f"{_setting(split)}.where={where}: fits no task of {path}")
-    _check_sets(settings, found)
-    return found
+    _check_sets(settings, task_sources)
+    return task_sources
 
 
-def _check_sets(settings: Settings, found: Mapping[str, TaskSource]) -> None:
+def _check_sets(settings: Settings, task_sources: Mapping[str, TaskSource]) -> None:
     """Raises UsageError if a training task belongs to two sets."""
     owners: dict[int, str] = {}
-    for task_set in training_sets(settings, found):
+    for task_set in training_sets(settings, task_sources):
         for task in task_set.tasks:
             if (other := owners.setdefault(task, task_set.name)) != task_set.name:
-                path, first = file_of(task, training_files(found))
+                path, first = file_of(task, training_files(task_sources))
                 raise UsageError(
                     f"{path}, task {task - first}: belongs to both train.sets.{other} and train.sets.{task_set.name}"
                 )
@@ -128,11 +128,11 @@ def read_examples(
     """The same for files of examples: checks that what is trained on can be told from the rest, with the chat template of `model`."""
     from fsbarrier.data import examples as example_files
 
-    found: dict[str, TaskSource] = {}
+    task_sources: dict[str, TaskSource] = {}
     for split in named:
         path = _task_file(data_path, split)
         count, examples = example_files.read_examples(path)
-        found[split] = _source(path, count)
+        task_sources[split] = _source(path, count)
         if model is not None:
             chat_template.check_examples(
                 model,
@@ -141,7 +141,7 @@ def read_examples(
                 settings.rollout.template_arguments,
                 split_turns=settings.sft.split_turns,
             )
-    return found
+    return task_sources
 
 
 def _source(path: Path, count: int) -> TaskSource:
