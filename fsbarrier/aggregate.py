@@ -49,29 +49,29 @@ def work(spec: MergeSpec, settings: Settings, progress: worker_contract.Progress
     """Merge according to the spec and return the report."""
     collected = collect(spec.request)
     evaluated = {} if spec.success is None else figures(collected.trajectories, spec.success)
-    # Of all that was rolled out, also of groups that are not merged.
+    # The rewards of training sets count all groups that were rolled out, also those that are not merged.
     means = {
         task: mean
         for task, task_stats in collected.stats.items()
         if (mean := task_stats.reward_mean) is not None
     }
-    made = publish(collected)
-    progress.show(made.trajectories, made.trajectories, "trajectories", last=True)
+    report = publish(collected)
+    progress.show(report.trajectories, report.trajectories, "trajectories", last=True)
     rewards = {
         f"train_reward/{name}": fmean(own)
         for name, tasks in spec.sets.items()
         if (own := [means[task] for task in tasks if task in means])
     }
-    last = spec.last_rewards
-    if last is not None:
-        last = {**last, **{str(task): round(mean, 4) for task, mean in means.items()}}
-    all_figures: dict[str, float | int | None] = {**made.figures, **evaluated, **rewards}
+    last_rewards = spec.last_rewards
+    if last_rewards is not None:
+        last_rewards = {**last_rewards, **{str(task): round(mean, 4) for task, mean in means.items()}}
+    all_figures: dict[str, float | int | None] = {**report.figures, **evaluated, **rewards}
     return replace(
-        MergeReport.from_json(asdict(made)),
+        MergeReport.from_json(asdict(report)),
         # An evaluation of several sets counts each set alike.
-        reward_mean=all_figures.pop("reward_mean", made.reward_mean),
+        reward_mean=all_figures.pop("reward_mean", report.reward_mean),
         figures=all_figures,
-        last_rewards=last,
+        last_rewards=last_rewards,
     )
 
 

@@ -201,7 +201,7 @@ class Context:
         return kind.from_json(value) if value else None
 
     def decision(self, phase_name: str, kind: type[D]) -> D:
-        """The same, but raises ProgramFailed if there is none."""
+        """This iteration's decision of a phase that must have one. Raises ProgramFailed if there is none."""
         decision = self.find_decision(phase_name, kind)
         if decision is None:
             raise ProgramFailed(f"phase {self.phase.name} needs the decision of {phase_name}, which has none")
@@ -280,7 +280,7 @@ class Context:
 
     @property
     def identity(self) -> Identity:
-        """Says to a program which work of which run it does."""
+        """What a program is told about the work that it does: of which run, on which node, in which generation."""
         return Identity(
             run_id=self.run_id,
             log_path=self.paths.root,

@@ -31,7 +31,8 @@ class JsonRecord:
 
     @classmethod
     def converted(cls, value: Payload) -> Self:
-        """Like `from_json`, but without the additions of subclasses. JSON represents paths and number keys as text."""
+        """Convert a JSON object to this record; in JSON, paths and keys that are numbers are text. A subclass may override `from_json`
+        to add to the object first."""
         try:
             return msgspec.convert(value, cls, str_keys=True, dec_hook=lambda wanted, text: wanted(text))
         except msgspec.ValidationError as error:

@@ -46,7 +46,9 @@ RowFunction = Callable[[Node], Result]
 def value_of(returned: object, function: Callable[..., object]) -> JsonObject:
     """What a row's function has returned, as the other nodes will read it: tuples become lists. Raises TypeError if it does not fit into a
     fact."""
-    value = returned.as_json() if isinstance(returned, JsonRecord) else {} if returned is None else returned
+    value = {} if returned is None else returned
+    if isinstance(value, JsonRecord):
+        value = value.as_json()
     if not isinstance(value, Mapping):
         # A callable object has no name.
         name = getattr(function, "__name__", type(function).__name__)

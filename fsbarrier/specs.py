@@ -120,7 +120,10 @@ class Spec(JsonRecord, Generic[R]):
 
     @classmethod
     def program(cls, work: Callable[[Self, Settings, ProgressWriter], R | None]) -> Main:
-        """What `run_worker` calls: the function `work` with a spec that was read. It returns None in a process that writes no report."""
+        """Make the `main` that `run_worker` calls: it reads the spec, calls `work`, and returns the report as JSON.
+
+        `work` returns None in a process that writes no report: only one process of an update on each node writes it.
+        """
 
         def main(spec: Payload, settings: Settings, progress: ProgressWriter) -> JsonObject | None:
             report = work(cls.from_json(spec), settings, progress)

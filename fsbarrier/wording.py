@@ -51,7 +51,9 @@ def setting_text(value: object) -> str:
         return ",".join(setting_text(item) for item in value)
     if isinstance(value, float):
         return f"{value:g}"
-    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    if value is None:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def duration(seconds: float) -> str:

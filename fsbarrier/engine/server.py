@@ -111,7 +111,7 @@ class Server:
         while not self.client.healthy(cancel=cancel):
             code = self.child.poll()
             if code is not None:
-                return self._end(code)
+                return self._how_it_ended(code)
             if self.stopping.is_set() or cancel.is_set():
                 return "was stopped during its start"
             left_s = deadline - time.monotonic()
@@ -134,9 +134,9 @@ class Server:
         code = self.child.poll()
         if code is None:
             return "vLLM does not answer"
-        return self.failure_text(self._end(code))
+        return self.failure_text(self._how_it_ended(code))
 
-    def _end(self, code: int) -> str:
+    def _how_it_ended(self, code: int) -> str:
         broken = self.peers is not None and self.peers.broken
         return (
             "was ended because its part on another node ended"

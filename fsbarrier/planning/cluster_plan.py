@@ -148,11 +148,12 @@ def bytes_of_a_number(trainer: TrainerSettings, *, on_cpu: bool) -> int:
 
 def _versions_on_disk(settings: Settings) -> int:
     """The maximum number of policy versions on disk while one is being written (see retention.py)."""
-    kept, iterations = settings.checkpoint, settings.iterations
-    for_good = (iterations or 0) // kept.keep_every if kept.keep_every else 0
-    best = settings.eval_interval > 0
-    # The newest version and the one before it are always kept.
-    at_most = max(kept.keep, 2) + 1 + best + for_good
+    checkpoint, iterations = settings.checkpoint, settings.iterations
+    kept_for_good = (iterations or 0) // checkpoint.keep_every if checkpoint.keep_every else 0
+    # Evaluations decide which version is the best one, which is kept too.
+    best = 1 if settings.eval_interval > 0 else 0
+    # The newest version and the one before it are always kept, and one more is being written.
+    at_most = max(checkpoint.keep, 2) + 1 + best + kept_for_good
     return min(at_most, iterations) if iterations else at_most
 
 

@@ -207,4 +207,6 @@ def _end(number: int, state: JobState, dead: Collection[int]) -> Over | None:
     if not codes and not state.stop:
         # All nodes died without an exit code: the job is placed again.
         return None
-    return Over(number, 0 if 0 in codes and not state.stop else failed or STOPPED)
+    if 0 in codes and not state.stop:
+        return Over(number, 0)
+    return Over(number, failed or STOPPED)

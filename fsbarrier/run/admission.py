@@ -158,15 +158,18 @@ def _training_processes(nodes: Nodes, settings: Settings) -> Iterator[Problem]:
     trainer = settings.trainer
     if trainer.command is not None:
         return
-    held = _held(settings.placement.update, nodes)
-    counts = {rank: trainer.processes_per_node or max(1, len(devices)) for rank, devices in held.items()}
-    each = ", ".join(f"node {rank} has {count}" for rank, count in counts.items())
-    for rank, devices in held.items():
+    devices_of = _held(settings.placement.update, nodes)
+    counts = {
+        rank: trainer.processes_per_node or max(1, len(devices)) for rank, devices in devices_of.items()
+    }
+    for rank, devices in devices_of.items():
         if devices and counts[rank] > len(devices):
             what = f"trainer.processes_per_node={counts[rank]}"
             yield Problem(True, what, f"node {rank} trains on {counted(len(devices), 'accelerator')}")
             break
-    if trainer.shard == "node" and len(counts) > 1 and (len({*counts.values()}) > 1 or 1 in counts.values()):
+    differ = len({*counts.values()}) > 1
+    if trainer.shard == "node" and len(counts) > 1 and (differ or 1 in counts.values()):
+        each = ", ".join(f"node {rank} has {count}" for rank, count in counts.items())
         why = f"nodes need several training processes each, and equally many: {each}; set trainer.shard=all"
         yield Problem(True, "trainer.shard=node", why)
 

@@ -55,15 +55,15 @@ class Ranges:
         """The first number that these ranges name and that `most` nodes or accelerators do not have."""
         return next((max(first, most) for first, last in self.ranges if last >= most), None)
 
-    def here(self, rank: int, each: int) -> tuple[int, ...] | None:
-        """The accelerators of node `rank` in these ranges, by their numbers on the node, which has `each` of them; None if the node has
+    def here(self, rank: int, per_node: int) -> tuple[int, ...] | None:
+        """The accelerators of node `rank` in these ranges, by their numbers on the node, which has `per_node` of them; None if the node has
         none in the ranges. The result is () for a whole node without accelerators: its CPU has the role."""
         if self.nodes or self.everything:
-            return tuple(range(each)) if rank in self else None
-        own = tuple(number for number in range(each) if rank * each + number in self)
+            return tuple(range(per_node)) if rank in self else None
+        own = tuple(number for number in range(per_node) if rank * per_node + number in self)
         return own or None
 
-    def holders(self, ranks: Iterable[int], each: int) -> dict[int, tuple[int, ...]]:
+    def holders(self, ranks: Iterable[int], per_node: int) -> dict[int, tuple[int, ...]]:
         """The nodes among `ranks` that are in these ranges, with their accelerators."""
-        accelerators = {rank: self.here(rank, each) for rank in ranks}
+        accelerators = {rank: self.here(rank, per_node) for rank in ranks}
         return {rank: own for rank, own in accelerators.items() if own is not None}

@@ -137,8 +137,9 @@ class Update:
         batch = read_batch(spec, settings, processes)
         started = time.monotonic()
         torch.manual_seed(spec.new_policy_version)
-        place = spec.weights_dir
-        copy = None if place is None else NodeCopy(WeightsCopy(place), processes.on_this_node)
+        copy = None
+        if spec.weights_dir is not None:
+            copy = NodeCopy(WeightsCopy(spec.weights_dir), processes.on_this_node)
         return cls(spec, settings, processes, batch, copy, started)
 
     @property
