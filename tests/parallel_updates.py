@@ -21,8 +21,11 @@ from typing import Any
 import torch
 from checkpoint_ranks import in_ranks
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from trainer_bench import Bench, rollouts, settings
 
+from fsbarrier.planning.memory import UpdateLoad
+from fsbarrier.planning.model_shape import ModelShape
 from fsbarrier.settings.sections import Settings
 from fsbarrier.training.advantages import with_token_weights
 from fsbarrier.training.batch import TrainingBatch
@@ -31,7 +34,7 @@ from fsbarrier.training.engine_check import known_logprobs
 from fsbarrier.training.log_prob_pass import with_old, with_reference
 from fsbarrier.training.micro_batch import MicroBatch, plan
 from fsbarrier.training.optimizer_step import Sums, train
-from fsbarrier.training.processes import Processes
+from fsbarrier.training.processes import Processes, gather_json
 from fsbarrier.training.slices import whole_tensor
 from fsbarrier.training.trainer import Trainer
 
@@ -159,6 +162,8 @@ class Case:
             batch = recomputed(trainer, batch, self.tokens)
         before = held(trainer, "weight")
         sums = step(trainer, batch, chosen, folder)
+        if (self.dtype, self.offload, self.zero, self.lora) == ("float32", "none", None, False):
+            check_memory(trainer)
         weights, moments = held(trainer, "weight"), held(trainer, "exp_avg")
         known = known_logprobs(trainer, batch, chosen)
         assert known is not None
@@ -172,6 +177,34 @@ class Case:
             "grad_norm": sums.grad_norm,
             "layout": trainer.layout.described(trainer.processes),
         }
+
+
+def check_memory(trainer: Trainer) -> None:
+    """All processes together hold the bytes that `fsbarrier plan` states for each of them."""
+    trained, optimizer, size = trainer.backend.trained, trainer.backend.optimizer, 0
+    own = {"weights": 0, "moments": 0}
+    for parameter in trained.values():
+        size += parameter.numel()
+        own["weights"] += local_bytes(parameter)
+        own["moments"] += sum(local_bytes(one) for one in optimizer.state[parameter].values() if one.dim())
+    fields = {name: 1 for name in ModelShape.__slots__}
+    shape = ModelShape(**{**fields, "parameters": size, "trained": size, "vision": 0})
+    planned = UpdateLoad(shape, shards=trainer.layout.shards, element=4, tokens=1, logits=1).parts
+    everybody, world = gather_json(own), trainer.processes.world
+    for name in own:
+        together = sum(one[name] for one in everybody)
+        # A plan rounds the share of each process down to whole bytes.
+        assert 0 <= together - world * planned[name] < world * trainer.layout.shards, (
+            name,
+            everybody,
+            planned,
+        )
+
+
+def local_bytes(tensor: Any) -> int:
+    """The bytes of this process's part of a tensor."""
+    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return int(own.numel() * own.element_size())
 
 
 def held(trainer: Trainer, key: str) -> dict[str, Tensor]:

@@ -214,6 +214,22 @@ def test_a_changed_history_and_calls_side_by_side_begin_segments(fake: Fake) -> 
     assert [len(messages) for messages in record["earlier_messages"]] == [2, 6]
 
 
+def test_other_tools_begin_a_segment(fake: Fake) -> None:
+    """The policy has seen the first tools at the beginning of the first segment, so a turn with others cannot continue it."""
+    renamed = [{"type": "function", "function": {**TOOLS[0]["function"], "name": "subtract"}}]
+
+    async def changes_tools(client: Recorder) -> None:
+        messages = [user("!say a!!")]
+        for offered in (TOOLS, TOOLS, renamed, None):
+            reply = await client.chat(messages, tools=offered)
+            messages += [reply.message, user("!say b!!")]
+
+    client = talk(fake, changes_tools)
+    texts = ["".join(map(chr, segment.token_ids)) for segment in client.segments]
+    assert [text.startswith("1 tools") for text in texts] == [True, True, False]
+    assert [sum(segment.loss_mask) for segment in client.segments] == [4, 2, 2]
+
+
 def running(lengths: Iterator[int]) -> list[int]:
     total, sums = 0, []
     for length in lengths:
@@ -273,8 +289,17 @@ def test_any_client_can_be_used_and_is_recorded(fake: Fake) -> None:
             other = await http.get("/models", headers={"Authorization": "Bearer x"})
             assert (other.status_code, (await http.get("/files")).status_code) == (401, 404)
 
+            # A client of either generation limits an answer: the newer name counts if both are there.
+            for limits in (
+                {"max_completion_tokens": 4},
+                {"max_tokens": 3},
+                {"max_completion_tokens": 2, "max_tokens": 5},
+            ):
+                await http.post("/chat/completions", json={"messages": [user("!say x!!")], **limits})
+            assert [request["max_tokens"] for request in fake.requests()[-3:]] == [4, 3, 2]
+
     client = talk(fake, over_http)
-    assert len(client.segments) == 1 and client.turns == 2
+    assert len(client.segments) == 4 and client.turns == 5
 
 
 def test_a_streamed_answer_comes_in_one_piece(fake: Fake) -> None:

@@ -818,6 +818,18 @@ def test_a_range_of_nodes_is_the_fewest_and_the_most(quick: Call) -> None:
     settings = json.loads(shown.stdout)["settings"]
     assert (settings["num_nodes"], settings["min_nodes"], settings["rank_weights"]) == (4, 2, [1.0] * 4)
     assert settings["coordination"]["last_call_s"] == 10, "it does not wait for the most"
+    # A value of one's own wins over the one that the range stands for, in whichever order they are typed.
+    for words in (
+        ["--num-nodes", "2:4", "coordination.last_call_s=3"],
+        ["coordination.last_call_s=3", "--num-nodes", "2:4"],
+    ):
+        own = json.loads(quick([*PING.split(), *words, "--dry-run", "--json"]).stdout)["settings"]
+        assert (own["num_nodes"], own["min_nodes"], own["coordination"]["last_call_s"]) == (4, 2, 3)
+    said = quick([*PING.split(), "--num-nodes", "2:4", "--min-nodes", "3", "--dry-run"])
+    assert (
+        said.returncode == 2
+        and "--num-nodes 2:4: already sets the minimum number of nodes; drop --min-nodes" in said.stderr
+    )
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import json
 import random
@@ -12,6 +13,7 @@ import sys
 import threading
 from collections import Counter
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -26,6 +28,7 @@ from fsbarrier.rollouts.claims import Claims, EarlyEnd, Refills, remove_old
 from fsbarrier.rollouts.environment import Environment, SessionQuota, divided
 from fsbarrier.rundir.names import CUT
 from fsbarrier.settings.sections import EnvironmentSettings
+from fsbarrier.store import files
 from fsbarrier.trajectories import load
 
 
@@ -80,6 +83,28 @@ def test_a_program_that_starts_again_gets_what_it_had_claimed(tmp_path: Path) ->
     assert newer.take() == (10,)
 
 
+def test_a_claim_whose_answer_was_lost_belongs_to_its_maker_alone(tmp_path: Path) -> None:
+    """The server has created the name, and the client is told of an error: the next try finds the name taken, by itself or by another."""
+    shares = [[0, 1, 2]]
+    first, second = claims(tmp_path, shares, 0), Claims({0: [0, 1, 2]}, 1, folder=tmp_path)
+    create, lost = files.create_exclusive, [OSError(errno.EIO, "the answer was lost")] * 2
+
+    def loses_its_answer(path: Path, data: bytes, **how: Any) -> bool:
+        made = create(path, data, **how)
+        if lost:
+            raise lost.pop()
+        return made
+
+    with mock.patch.object(files, "create_exclusive", loses_its_answer):
+        assert first.take() == (0,) and not lost and first.made == 1
+        lost.append(OSError(errno.EIO, "the answer was lost"))
+        # The other has taken the last lot meanwhile, and of it no answer was lost.
+        with mock.patch("os.listdir", return_value=[]):
+            assert create(tmp_path / "lot-0000-000002", b"7 1\n", durable=False)
+            assert second.take() == (1,) and not lost
+    assert second.taken_over == [1] and first.take() == ()
+
+
 def test_old_claims_are_removed_by_those_whose_shares_they_were(tmp_path: Path) -> None:
     folder = tmp_path / "claims"
     node = claims(folder, [[0, 1], [2]], 0)
@@ -117,6 +142,28 @@ def test_the_phase_ends_after_its_grace_and_all_see_it(tmp_path: Path) -> None:
     assert second.reached() and view(2).reached()
 
 
+def test_a_count_that_could_not_be_written_is_written_with_the_next_report(tmp_path: Path) -> None:
+    """Otherwise a node whose last group coincides with a failure would be missing from the sum for ever."""
+    node = EarlyEnd(tmp_path, 0, need=5, grace_s=0.0)
+    write, tries = files.write_atomic, list[Path]()
+
+    def fails_once(path: Path, data: bytes) -> None:
+        tries.append(path)
+        if len(tries) == 1:
+            raise OSError(errno.EIO, "not now")
+        write(path, data)
+
+    with mock.patch.object(files, "write_atomic", fails_once):
+        node.report(5)
+        assert not node.reached()
+        node.report(5)
+        assert len(tries) == 2
+        # What the others have been told is not told again.
+        node.report(5)
+        assert len(tries) == 2
+    assert EarlyEnd(tmp_path, 1, need=5, grace_s=0.0).reached()
+
+
 # --- refills --------------------------------------------------------------------------------------------------------------------
 
 
@@ -137,6 +184,25 @@ def test_all_nodes_decide_alike_on_another_round_whenever_they_look(tmp_path: Pa
     other.report(1, 0)
     assert first.another_after(1) is False and late.another_after(1) is False
     assert (first.rounds_done(), late.rounds_done()) == (2, 2)
+
+
+def test_a_program_that_starts_again_reports_no_round_twice(tmp_path: Path) -> None:
+    """What it reported first has been added up by others; of a second report with another count each would choose its own."""
+    folder = tmp_path / "claims"
+    first, other = node(folder, 0), node(folder, 2)
+    first.report(0, 1)
+    other.report(0, 2)
+    assert first.another_after(0) is True
+    again = node(folder, 0)
+    assert again.rounds_done() == 1
+    again.report(0, 6)
+    assert again.rounds_done() == 1 and again.another_after(0) is other.another_after(0) is True
+    again.report(1, 4)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "done-0000-0000-000001",
+        "done-0000-0001-000004",
+        "done-0002-0000-000002",
+    ]
 
 
 # --- the sessions of an environment that all nodes have together ----------------------------------------------------------------

@@ -21,9 +21,9 @@ from cluster import FAST, REPO, Cluster, Event, all_gone, assert_exactly_once, l
 from commands import typed
 from fuse import mounting
 from process_tree import kill_at_once
-from waiting import DEADLINE_S, until
+from waiting import DEADLINE_S, slowness, until
 
-WITHIN_S = 20.0
+WITHIN_S = 20.0 * slowness()
 VICTIM = 1
 PROGRAMS = Path(__file__).parent / "programs"
 HELD = str(

@@ -134,6 +134,16 @@ def test_two_winners_of_one_round_are_refused() -> None:
     assert check.level == "refused" and "1 of" in check.finding
 
 
+@pytest.mark.parametrize(("lost", "level"), [(1, "note"), (10, "note"), (11, "refused")])
+def test_a_race_that_nobody_wins_is_told_and_more_than_a_tenth_is_refused(lost: int, level: str) -> None:
+    """The server created the name and told of an error: nobody decides then, and the protocol tries again."""
+    races = said(1)["races"]
+    races["won"] = races["won"][lost:]
+    check = concluded(said(0), said(1, races=races))[between.RACES]
+    assert check.level == level and check.finding.startswith(f"{lost} of 100 races of 2 nodes had no winner")
+    assert ("hard links" in check.advice) == (level == "refused")
+
+
 def late(most: float, *, unfinished: bool = False) -> dict[str, Any]:
     return {"samples": 9, "median": most, "most": most, "open": unfinished}
 

@@ -275,6 +275,38 @@ def test_goodput_is_the_time_of_what_counted_and_a_failure_costs_what_it_repeats
     assert goodput([]) is None
 
 
+def test_goodput_counts_what_an_older_generation_did_and_nobody_repeated() -> None:
+    """Two nodes and three generations, against sums by hand. The second generation goes on behind what the first one passed, and ends in a
+    row that nobody has repeated yet; the third repeats one row of each."""
+    first = [
+        *passage(0, (1, 1, 0), 0.0, 0.0, 2.0),
+        *passage(0, (1, 1, 1), 2.0, 4.0, 5.0),
+        *passage(0, (1, 1, 2), 5.0, 9.0, 12.0),
+        line(0, "phase_started", 12.0, (1, 1, 3)),
+        line(0, "left_generation", 13.0, (1, 1, 3)),
+        *passage(0, (2, 1, 3), 14.0, 14.0, 15.0),
+        *passage(0, (2, 1, 4), 15.0, 18.0, 20.0),
+        line(0, "phase_started", 20.0, (2, 1, 5)),
+        line(0, "left_generation", 26.0, (2, 1, 5)),
+        *passage(0, (3, 1, 4), 30.0, 33.0, 34.0),
+        line(0, "phase_started", 34.0, (3, 1, 5)),
+        line(0, "work_finished", 37.0, (3, 1, 5), work_s=3.0),
+    ]
+    # The other node enters each row of the first generation half a second later, and then is lost.
+    other = [
+        *passage(1, (1, 1, 0), 0.5, 0.5, 2.5, clock="other"),
+        *passage(1, (1, 1, 1), 2.5, 3.0, 5.5, clock="other"),
+        line(1, "phase_started", 5.5, (1, 1, 2), clock="other"),
+    ]
+    found = goodput(row_times(read_spans([first, other])))
+    assert found is not None
+    # Rows last from the last member's entry to the last one's next: row 1 of the first generation from 2.5, row 2 from 5.5.
+    counted = (5.5 - 2.5) + (12.0 - 5.5) + (15.0 - 14.0) + (34.0 - 30.0)
+    assert found.share == pytest.approx(counted / (37.0 - 0.5))
+    # Before the second: the row that was cut short, and the pause. Before the third: a row that it repeats, one cut short, the pause.
+    assert found.costs_s == pytest.approx({1: 0.0, 2: 1.0 + 1.0, 3: 5.0 + 6.0 + 4.0})
+
+
 # --- what a user's command hears: notify.command ------------------------------------------------------------------------------
 
 

@@ -128,6 +128,10 @@ def test_replicas_that_die_in_turn_are_not_counted_together(engine: FrozenEngine
             assert classified(engine, [1])[0].error is None
     until(lambda: engine.status["restarts"] == 2 * MOST_DEATHS)
     assert engine.failure == ""
+    # The next rollout begins to count anew.
+    engine.ensure(engine._folder, None, threads=2, cancel=NEVER)
+    kill_all(engine)
+    assert classified(engine, [1])[0].error is None and engine.failure == ""
 
 
 def test_an_engine_that_always_dies_is_given_up(engine: FrozenEngine) -> None:

@@ -100,6 +100,29 @@ def test_a_program_without_a_sign_of_life_is_ended(place: Workplace) -> None:
         run(python("import threading; threading.Event().wait()"), place)
 
 
+def test_a_log_that_grows_is_a_sign_of_life(place: Workplace) -> None:
+    """A trainer of one's own writes no progress. Here its time passes with its log alone: 40 s a line, of 60 s that it may be silent."""
+    log = place.log_dir / "update.log"
+    may_write = place.log_path / "may-write"
+
+    def clock() -> float:
+        lines = log.read_text().count("a line") if log.exists() else 0
+        may_write.write_text(str(lines + 1))
+        return 40.0 * lines
+
+    code = f"""
+import json, pathlib, sys
+lines, may_write = 0, pathlib.Path({str(may_write)!r})
+while lines < 6:
+    if may_write.exists() and (may_write.read_text() or "0") > str(lines):
+        lines += 1
+        print("a line", flush=True)
+spec = json.load(open(sys.argv[1]))
+json.dump({{"got": lines}}, open(spec["result"], "w"))
+"""
+    assert run(python(code), place, RowJob(clock=clock)).got == 6
+
+
 def test_where_no_spec_can_be_written_it_is_the_node_that_fails(place: Workplace) -> None:
     place.work_dir.write_text("no folder")
     with pytest.raises(NodeUnfit, match=r"node 3: its temporary folder .* cannot be written to"):

@@ -16,6 +16,7 @@ from fsbarrier.planning import cluster_plan
 from fsbarrier.planning.cluster_plan import Cluster, ClusterPlan, make_plan
 from fsbarrier.planning.memory import GIB, UpdateLoad
 from fsbarrier.planning.model_shape import SIZES, ModelShape
+from fsbarrier.rundir import checkpoints, retention
 from fsbarrier.settings.resolve import resolve
 from fsbarrier.settings.sections import LoraSettings
 
@@ -256,6 +257,52 @@ def test_four_billion_on_many_accelerators(nodes: int, shard: str, shards: int, 
         "logits": (512 << 20) // (8 * 151_936) * 8 * 151_936,
         "overhead": 2 * GIB,
     }
+
+
+@pytest.mark.parametrize(
+    ("config", "size", "bytes_a_token"),
+    [
+        # Keys and values of 4 heads of 128 in 28 layers, halved; of 8 heads in 80 layers, each head on its own.
+        (QWEN_7B, 2, 28 * 2 * 2 * 128 * 2),
+        (QWEN_72B, 8, 80 * 2 * 1 * 128 * 2),
+        # Its 4 heads are on 2 of 8 accelerators each.
+        (QWEN3_30B, 8, 48 * 2 * 1 * 128 * 2),
+    ],
+)
+def test_an_engines_cache_has_what_weights_and_overhead_leave(
+    config: dict[str, Any], size: int, bytes_a_token: int
+) -> None:
+    chosen = {"engine.tensor_parallel_size": size, "engine.gpu_memory_utilization": 0.8}
+    made = plan(config, 2, **chosen)
+    count = shape_of(config).parameters
+    weights = 2 * count // size
+    cache = int(80 * GIB * 0.8) - weights - 2 * GIB
+    assert made.rollout.parts == {"weights": weights, "key-value cache": cache, "overhead": 2 * GIB}
+    assert made.rollout.cache_tokens == cache // bytes_a_token and made.rollout.replicas == 8 // size
+
+
+@pytest.mark.parametrize(
+    ("keep", "every", "iterations", "eval_interval"),
+    [(3, 0, 12, 0), (1, 0, 12, 0), (4, 0, 12, 1), (2, 5, 12, 1), (3, 0, 2, 1)],
+)
+def test_the_room_for_versions_is_what_a_run_keeps(
+    tmp_path: Path, keep: int, every: int, iterations: int, eval_interval: int
+) -> None:
+    """A run writes version after version, and removes old ones as it does: the most that are there at a time."""
+    folder, most = tmp_path / "checkpoints", 0
+    best = "policy-000001.g0001" if eval_interval else None
+    for version in range(1, iterations + 1):
+        written = folder / f"policy-{version:06d}.g0001"
+        (written / "model").mkdir(parents=True)
+        (written / "model" / "weights").write_bytes(b"w")
+        checkpoints.write_manifest(written, version)
+        most = max(most, len([*folder.iterdir()]))
+        retention.remove_old_versions(tmp_path, keep, written, every, best)
+    chosen = {"checkpoint.keep": keep, "checkpoint.keep_every": every, "iterations": iterations}
+    made = plan(QWEN_7B, 3, **chosen, eval_interval=eval_interval).checkpoint
+    versions = made.kept // (made.model + made.trainer_state)
+    # Of those that are kept for good the newest may be one of the newest.
+    assert versions * (made.model + made.trainer_state) == made.kept and 0 <= versions - most <= (every > 0)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import pytest
 from PIL import Image
+from waiting import slowness
 
 from fsbarrier.data.images import text_of
 from fsbarrier.data.tasks import Task, read_tasks
@@ -237,12 +238,14 @@ def test_a_function_has_its_time_and_no_more(file: Path, name: str) -> None:
     begin = time.monotonic()
     (score,) = judge(f"{file}:{name}", ("a", "a"), timeout_s=0.1)
     assert score.error == f"{name}: no reward within 0.1 s (reward.timeout_s)"
-    assert 0.1 <= score.seconds <= time.monotonic() - begin < 30
+    assert 0.1 <= score.seconds <= time.monotonic() - begin
 
 
 def test_a_process_that_is_late_is_killed_and_replaced(file: Path) -> None:
-    late, *good = judge(f"{file}:hangs_once", ("a", "slow"), *([("a", "quick")] * 20), timeout_s=3.0)
-    assert late.error == "hangs_once: no reward within 3 s (reward.timeout_s)"
+    # The quick ones, which wait for the process that replaces it, must be done within the same limit.
+    limit_s = float(round(3 * slowness()))
+    late, *good = judge(f"{file}:hangs_once", ("a", "slow"), *([("a", "quick")] * 20), timeout_s=limit_s)
+    assert late.error == f"hangs_once: no reward within {limit_s:g} s (reward.timeout_s)"
     assert [score.reward for score in good] == [1.0] * 20
 
 
@@ -353,7 +356,10 @@ KEY = "of the judge"
 
 
 class StandIn(ThreadingHTTPServer):
-    """Answers with what stands after "say " in a question; the first time 503 or 429 where it has "busy", never where it has "hang"."""
+    """Answers with what stands after "say " in a question, where "|" begins a line.
+
+    The first time it answers 503 or 429 to "busy", and never to "hang".
+    """
 
     daemon_threads = True
 
@@ -394,7 +400,7 @@ class Handler(BaseHTTPRequestHandler):
             status = 429 if "too busy" in question else 503
         if self.headers["Authorization"] != f"Bearer {KEY}":
             status = 401
-        text = question.rpartition("say ")[2].partition("\n")[0]
+        text = question.rpartition("say ")[2].partition("\n")[0].replace("|", "\n")
         value = {"choices": [{"message": {"role": "assistant", "content": f"Well.\n{text}"}}]}
         data = json.dumps(value if status == 200 else {"error": {"message": "not now"}}).encode()
         self.send_response(status)
@@ -434,7 +440,7 @@ def test_the_judges_grade_is_the_reward(judged_by: StandIn) -> None:
     assert all(part in question["messages"][0]["content"] for part in ("how much?", "4", "say "))
 
 
-@pytest.mark.parametrize(("shows", "seen"), [("none", ""), ("last", "a"), ("all", "ab")])
+@pytest.mark.parametrize(("shows", "seen"), [("none", ""), ("last", "b"), ("all", "ab")])
 def test_a_judge_is_shown_what_the_policy_saw(
     judged_by: StandIn, tmp_path: Path, shows: Literal["none", "last", "all"], seen: str
 ) -> None:
@@ -448,7 +454,7 @@ def test_a_judge_is_shown_what_the_policy_saw(
         task = Task(0, "t", ({"role": "user", "content": [{"type": "text", "text": "where?"}]},), None, {})
         answers = [
             Answer(f"say {grade}", None, (), [str(tmp_path / one) for one in names])
-            for grade, names in ((1, "aba"), (0.5, ""), (0.25, "c"))
+            for grade, names in ((1, "abab"), (0.5, ""), (0.25, "c"))
         ]
         try:
             return await reward.score_group(task, answers)
@@ -487,6 +493,25 @@ def test_a_grade_is_between_0_and_1_and_few_are_asked_for_at_once(
     *wrong, right = scores("judge", judged_by.settings(), *(f"together, say {n}" for n in (7, -1, 10, 1)))
     assert all(score.reward == 0 and "no number from 0 to 1" in str(score.error) for score in wrong)
     assert right.reward == 1 and judged_by.most == 2
+
+
+@pytest.mark.parametrize(
+    ("said", "grade"),
+    [
+        ("2 of 4 are right|**0.75**.", 0.75),
+        ("Grade: 0.5", 0.5),
+        ("0.25|I am sure", None),
+        ("1 would be too much", None),
+        ("0 is what it deserves, although 0.5 of it holds", None),
+        ("", None),
+    ],
+)
+def test_a_judges_last_line_ends_with_the_grade(judged_by: StandIn, said: str, grade: float | None) -> None:
+    (score,) = scores("judge", judged_by.settings(), f"say {said}")
+    assert score.reward == (grade or 0.0)
+    assert (score.error is None) == (grade is not None)
+    if grade is None:
+        assert "no number from 0 to 1" in str(score.error) and said.rpartition("|")[2] in str(score.error)
 
 
 MINE = """

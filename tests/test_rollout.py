@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from forks import run_warm
-from waiting import DEADLINE_S, free_port, until
+from waiting import DEADLINE_S, free_port, slowness, until
 
 from fsbarrier.data.merge import MergeRequest, Part, merge
 from fsbarrier.rundir.paths import RunPaths
@@ -437,10 +437,11 @@ def test_the_phase_ends_without_its_last_tasks(tmp_path: Path, fake: Fake) -> No
 
 
 def test_a_task_that_takes_too_long_is_accounted_for(tmp_path: Path, fake: Fake) -> None:
-    limit = {"rollout.task_timeout_s": 4.0}
+    seconds = round(4 * slowness())
+    limit = {"rollout.task_timeout_s": float(seconds)}
     done = run(make_spec(tmp_path, fake.url, ["ba=", "dc=", "fe!gate="], **limit))
     assert done.code == 0
-    assert_one_line(done.stderr, "task 2: not finished within rollout.task_timeout_s=4")
+    assert_one_line(done.stderr, f"task 2: not finished within rollout.task_timeout_s={seconds}")
     assert (done.result["timed_out"], done.result["refused"], done.result["invalid"]) == (1, 0, SAMPLES)
     groups = rolled_out(tmp_path)
     assert [item["reward"] for item in groups[0] + groups[1]] == [1.0] * 2 * SAMPLES

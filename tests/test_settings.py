@@ -356,23 +356,35 @@ def test_what_is_given_wins_over_a_preset() -> None:
                 "aggregation": "token-mean",
                 "truncated": "shape",
                 "kl_coef": 0,
+                "rollout.max_refills": 9,
             },
         ),
-        ("gspo", {"clip_low": 3e-4, "clip_high": 4e-4, "kl_coef": 0}),
-        ("cispo", {"loss": "cispo", "clip_high": 4.0}),
+        ("gspo", {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "kl_coef": 0, "dual_clip": None}),
+        ("cispo", {"loss": "cispo", "clip_low": 1.0, "clip_high": 4.0, "aggregation": "token-mean"}),
+        ("sapo", {"loss": "sapo", "aggregation": "seq-mean-token-mean", "kl_coef": 0}),
         # verl's values.
         (
             "ppo",
-            {"advantage": "gae", "gamma": 1, "lam": 1, "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3},
+            {
+                "advantage": "gae",
+                "gamma": 1,
+                "lam": 1,
+                "clip_low": 0.2,
+                "clip_high": 0.2,
+                "dual_clip": 3,
+                "critic.clip": 0.5,
+            },
         ),
+        ("reinforce_plus_plus_baseline", {"kl_coef": 0.001, "kl_estimator": "k2", "normalize_std": True}),
         ("rloo", {"advantage": "rloo", "normalize_std": False, "kl_coef": 0, "kl_in_reward": 0.03}),
         ("reinforce_plus_plus", {"advantage": "reinforce_plus_plus", "kl_coef": 0, "kl_in_reward": 0.001}),
         ("rft", {"loss": "rft", "kl_coef": 0}),
     ],
 )
 def test_a_preset_is_what_its_paper_says(preset: str, by_its_paper: dict[str, Any]) -> None:
-    algorithm = resolve(f"algorithm.preset={preset}").algorithm
-    assert {name: getattr(algorithm, name) for name in by_its_paper} == by_its_paper
+    chosen = dict(resolve(f"algorithm.preset={preset}").flat())
+    found = {name: chosen[name if "." in name else f"algorithm.{name}"] for name in by_its_paper}
+    assert found == by_its_paper
 
 
 # --- settings without an effect -------------------------------------------------------------------------------------------

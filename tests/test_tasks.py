@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fsbarrier.data.tasks import read_tasks
+from fsbarrier.data.tasks import in_set, read_tasks
 from fsbarrier.errors import UsageError
 from fsbarrier.loader import load_program
 from fsbarrier.settings.sections import Settings
@@ -42,6 +42,27 @@ def test_text_and_chat_prompts_are_read_with_answer_and_metadata(tmp_path: Path)
     assert (second.task_id, second.prompt, second.messages, second.answer) == ("17", tuple(chat), chat, 2)
     assert third.answer == "g"
     assert read_tasks(path).count == 3
+
+
+@pytest.mark.parametrize(
+    ("where", "fitting"),
+    [
+        ("level=1:2", [1, 2]),
+        ("level=1.5:", [2, 3]),
+        ("level=:1", [0, 1]),
+        ("level=2", [2]),
+        ("kind=a", [0, 2]),
+        ("kind=a:b", []),
+        (None, [0, 1, 2, 3, 4]),
+    ],
+)
+def test_a_set_has_the_tasks_whose_field_fits_with_both_ends(
+    tmp_path: Path, where: str | None, fitting: list[int]
+) -> None:
+    rows = [{"prompt": "p", "answer": "a", "level": n, "kind": "ab"[n % 2]} for n in range(4)]
+    found = read_tasks(write(tmp_path / "train.jsonl", *rows, {"prompt": "p", "answer": "a"}))
+    fits = in_set(where)
+    assert [n for n in range(5) if fits(found.tasks[n])] == fitting
 
 
 def test_parquet_with_verls_columns(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import tempfile
+from array import array
 from pathlib import Path
 from unittest import mock
 
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from other_decoder import frames
 from trajectory_files import group, trajectory, write_part
 
 from fsbarrier.aggregate import Part, aggregate
@@ -157,6 +159,21 @@ TestGrowingFile = GrowingFile.TestCase
 
 def small_part(path: Path, *, finished: bool = False) -> Path:
     return write_part(path, range(3), samples=1, tokens=5, finished=finished)
+
+
+def test_another_reader_finds_the_same_in_a_file(tmp_path: Path) -> None:
+    """Written from the format's description (data/rank_file.py), without the code of either writer or reader."""
+    path = write_part(tmp_path / "part", range(3), samples=40, tokens=70, finished=True, expected=range(300))
+    header, *groups, end = frames(path)
+    assert header["header"]["expected"] == [*range(300)] and header["header"]["run_id"] == "run-1"
+    assert [one["task_index"] for one in groups] == [0, 1, 2] and end == {"end": 3}
+    found = [item for one in groups for item in one["trajectories"]]
+    assert (
+        found
+        == list(iter_trajectories(path))
+        == [item for task in range(3) for item in group(task, samples=40, tokens=70)]
+    )
+    assert [type(item["token_ids"]) for item in found[:1]] == [array]
 
 
 @pytest.mark.parametrize("finished", [False, True])

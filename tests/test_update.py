@@ -221,6 +221,41 @@ def test_weights_that_were_not_served_are_noticed(tmp_path: Path) -> None:
     assert not (tmp_path / "v2" / checkpoints.MANIFEST).exists()
 
 
+def test_a_version_is_neither_written_over_nor_gone_on_with_under_another_number(tmp_path: Path) -> None:
+    """A second update into the same folder would replace what is served, and a state of another version would take wrong steps."""
+    work = bench(tmp_path)
+    work.prepare()
+    work.update("v1")
+    check_that_its_size_was_planned(work)
+    published = work.identity("v1")
+    with pytest.raises(ProgramFailed, match=r"v1 is already a complete policy version; nothing was written"):
+        work.update("v1")
+    assert work.identity("v1") == published and checkpoints.verify(tmp_path / "v1").policy_version == 1
+    said = r"v1/trainer: cannot resume the trainer: this state belongs to policy version 1, but the model is version 2"
+    with pytest.raises(ProgramFailed, match=said):
+        work.update("v3", version=3, before="v1")
+    assert not (tmp_path / "v3" / checkpoints.MANIFEST).exists()
+
+
+def check_that_its_size_was_planned(work: Bench) -> None:
+    """`fsbarrier plan` against the tensors that are on the disk: the served weights, and the trainer's state beside them."""
+    from safetensors.torch import load_file
+
+    from fsbarrier.planning.cluster_plan import checkpoint_bytes
+
+    def tensors(pattern: str) -> int:
+        return sum(
+            tensor.numel() * tensor.element_size()
+            for file in (work.folder / "v1").glob(pattern)
+            for tensor in load_file(file).values()
+        )
+
+    count = sum(tensor.numel() for tensor in work.weights("v1").values())
+    planned = checkpoint_bytes(count, count, 4, work.settings, 0)
+    assert tensors("model/*.safetensors") == planned.model
+    assert tensors("trainer/*.safetensors") == planned.trainer_state
+
+
 def test_log_probabilities_are_compared_at_the_sampling_temperature(tmp_path: Path) -> None:
     work = Bench(tmp_path, settings(rollout__temperature=0.7))
     rollouts(tmp_path / "merged", tiny_model(tmp_path / "model"), temperature=0.7)

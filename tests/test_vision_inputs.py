@@ -120,7 +120,7 @@ def looked(tmp_path: Path) -> Path:
 @pytest.mark.torch
 def test_images_are_trained_on_as_the_engine_saw_them(tmp_path: Path) -> None:
     """The log-probabilities are those of the model itself, on its processor's pixels. All of it is published, and only its language model
-    has changed. A file that was changed since is refused."""
+    has changed. A processor that cuts images otherwise than the engine did is refused, and so is a file that was changed since."""
     folder = looked(tmp_path)
     work = Bench(tmp_path, settings(algorithm__kl_coef=0.1))
     work.prepare()
@@ -138,6 +138,14 @@ def test_images_are_trained_on_as_the_engine_saw_them(tmp_path: Path) -> None:
     assert old.signature == new.signature and new.config["architectures"] == old.config["architectures"]
     for name in ("preprocessor_config.json", "tokenizer.json", "chat_template.jinja"):
         assert (tmp_path / "model" / name).read_bytes() == (tmp_path / "v1" / "model" / name).read_bytes()
+    processor = tmp_path / "model" / "preprocessor_config.json"
+    there = processor.read_text()
+    larger = {"shortest_edge": 128 * 128, "longest_edge": 512 * 512}
+    processor.write_text(json.dumps({**json.loads(there), "size": larger}))
+    said = r"places for images of \[4\b.*\] tokens, and its images have \[16\b.*; trainer and engine process images differently"
+    with pytest.raises(ProgramFailed, match=said):
+        work.update("v2")
+    processor.write_text(there)
     (first, *_) = sorted(folder.iterdir())
     first.write_bytes(first.read_bytes() + b"?")
     with pytest.raises(ProgramFailed, match="is not the image that the policy saw"):

@@ -6,15 +6,20 @@ import contextlib
 import itertools
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import TypeVar
 
 T = TypeVar("T")
 
 # For a machine under any load; most of what is waited for takes milliseconds.
 DEADLINE_S = 240.0
+#: what one Python process takes on a quiet machine, generously
+QUIET_S = 0.1
 # Each process of the tests begins somewhere else.
 _ports = itertools.count(131 * os.getpid())
 
@@ -35,6 +40,18 @@ def until(
         assert time.monotonic() < end and lives(), f"what was waited for does not come\n{said()}"
         # Whoever reads a long journal again and again leaves most of a core to what is to be written there.
         pause.wait(min(0.1, max(0.01, 4 * (time.thread_time() - begun))))
+
+
+@cache
+def slowness() -> float:
+    """How many times longer than on a quiet machine a process takes here to start and end; at least 1. Measured when first asked.
+
+    For tests of limits of the product's own: what must be done within such a limit gets so much more time, and so does the limit.
+    """
+    begun = time.monotonic()
+    for _ in range(3):
+        subprocess.run([sys.executable, "-I", "-c", "import json"], check=True)
+    return max(1.0, (time.monotonic() - begun) / 3 / QUIET_S)
 
 
 def free_port() -> int:

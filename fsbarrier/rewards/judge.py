@@ -116,7 +116,7 @@ class JudgeReward(Reward):
             said = await self.judge.ask([{"role": "user", "content": content if shown else text}])
         except JudgeError as error:
             return Score(0.0, error=str(error), seconds=time.monotonic() - started)
-        grade, seconds = last_number(said.strip().rpartition("\n")[2]), time.monotonic() - started
+        grade, seconds = _grade(said), time.monotonic() - started
         if grade is None or not 0 <= grade <= 1:
             problem = f"the judge gave no number from 0 to 1: {said[-200:]!r}"
             return Score(0.0, error=problem, seconds=seconds)
@@ -124,6 +124,12 @@ class JudgeReward(Reward):
 
     async def close(self) -> None:
         await self.judge.close()
+
+
+def _grade(said: str) -> float | None:
+    """The number at the end of the last line, which only punctuation and markup may follow. A number before other words is no grade."""
+    line = said.strip().rpartition("\n")[2]
+    return last_number(line) if line.rstrip(" .*_`$)]}")[-1:].isdigit() else None
 
 
 def _sent(source: str) -> dict[str, object]:
