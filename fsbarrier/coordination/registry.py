@@ -27,6 +27,8 @@ class Registry:
     newest: Generation | None = None
     #: the newest known start of each rank
     joins: Mapping[int, Join] = field(default_factory=dict)
+    #: the last listing of the starts whose records are all read
+    _read_starts: list[str] = field(default_factory=list)
     #: the requests to stop, by their names
     _stops: dict[str, StopRequest] = field(default_factory=dict)
 
@@ -47,8 +49,9 @@ class Registry:
             path = self.paths.generation(newest)
             self.store.must_read(path, Generation)
             raise UnreadableRecord(path, "it does not fit its name, or this run's program")
-        for start in START.parse_all(self.store.names(self.paths.joins)):
-            self.read_join(start)
+        starts = self.store.names(self.paths.joins)
+        if starts != self._read_starts and all([self.read_join(start) for start in START.parse_all(starts)]):
+            self._read_starts = starts
         for name in self.store.names(self.paths.stops):
             if name not in self._stops and STOP_REQUEST.parse(name) is not None:
                 request = self.store.read(self.paths.stops / name, StopRequest)

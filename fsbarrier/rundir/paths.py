@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
+from operator import attrgetter
 from pathlib import Path
 
 from fsbarrier.protocol.facts import Pulse
 from fsbarrier.rundir import names
+
+# Unlike dataclasses.astuple, this copies nothing.
+_PULSE_FIELDS = attrgetter(*(field.name for field in fields(Pulse)))
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class RunPaths:
         return self.coordination / "beats"
 
     def pulse(self, pulse: Pulse) -> Path:
-        return self.beats / names.PULSE.build(*astuple(pulse))
+        return self.beats / names.PULSE.build(*_PULSE_FIELDS(pulse))
 
     @cached_property
     def status(self) -> Path:

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import errno
 import os
-from _thread import start_new_thread
 from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from threading import Lock
+
+from greenlet import getcurrent, greenlet
 
 from fsbarrier.protocol.facts import Pulse
 from fsbarrier.protocol.state import Node
@@ -254,7 +254,7 @@ class Start:
 
 
 class SimThread:
-    """A thread of a process. It runs when nothing else does, until it sleeps, so that everything happens in one order."""
+    """A thread of a process, as a greenlet: it runs when nothing else does, until it sleeps, so that everything happens in one order."""
 
     def __init__(self, owner: Start, call: Action) -> None:
         self.owner, self._call = owner, call
@@ -262,35 +262,25 @@ class SimThread:
         self._killed = False
         #: it waits in the middle of an operation
         self.hangs = False
-        self._error: BaseException | None = None
         self._sleeps = 0
-        # Each lock is held while its side must not run.
-        self._go, self._back = Lock(), Lock()
-        self._go.acquire()
-        self._back.acquire()
-        start_new_thread(self._main, ())
+        self._greenlet = greenlet(self._main)
         owner.threads = [*(thread for thread in owner.threads if not thread.done), self]
         self._wake_after(owner.schedule.short())
 
     def _main(self) -> None:
-        self._go.acquire()
         try:
-            if not self._killed:
-                self._call()
+            self._call()
         except Crash:
             self.crashed = True
-        # `run` raises it again in the caller's thread.
-        except BaseException as error:
-            self._error = error
-        self.done = True
-        self._back.release()
+        finally:
+            self.done = True
 
     def sleep(self, seconds: float, *, hangs: bool = False) -> None:
         """Called from inside: wait, perhaps not so long, unless it `hangs`. Raises Crash after `kill`."""
         self.hangs = hangs
         self._wake_after(seconds)
-        self._back.release()
-        self._go.acquire()
+        assert self._greenlet.parent is not None
+        self._greenlet.parent.switch()
         self.hangs = False
         if self._killed:
             raise Crash
@@ -315,22 +305,21 @@ class SimThread:
         owner.ran(self)
 
     def run(self) -> None:
-        """Let it go on until it sleeps again or ends."""
+        """Let it go on until it sleeps again or ends. Raises what it raises."""
         schedule = self.owner.schedule
         before, schedule.running = schedule.running, self
         self.owner.operations = 0
-        self._go.release()
-        self._back.acquire()
-        schedule.running = before
-        self._raise()
-
-    def _raise(self) -> None:
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        # It returns to whoever lets it run.
+        self._greenlet.parent = getcurrent()
+        try:
+            self._greenlet.switch()
+        finally:
+            schedule.running = before
 
     def kill(self) -> None:
         """Called from outside: end it where it is."""
         self._killed = True
+        if not self._greenlet:
+            self.done = True
         if not self.done:
             self.run()
