@@ -500,6 +500,7 @@ def test_a_grade_is_between_0_and_1_and_few_are_asked_for_at_once(
     [
         ("2 of 4 are right|**0.75**.", 0.75),
         ("Grade: 0.5", 0.5),
+        ("it ends in \\boxed{0}|Grade: 1", 1.0),
         ("0.25|I am sure", None),
         ("1 would be too much", None),
         ("0 is what it deserves, although 0.5 of it holds", None),
