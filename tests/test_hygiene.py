@@ -15,8 +15,8 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
-#: only the programs that phases launch load these rooms and modules, and the agents
-LAUNCHED = {"workers", "rollouts", "training", "judge.py", "model_server.py", "agents"}
+#: only the programs that phases launch load these rooms and modules, and the agents; the page is loaded by `fsbarrier view` alone
+LAUNCHED = {"workers", "rollouts", "training", "page", "judge.py", "model_server.py", "agents"}
 HEAVY = {"torch", "vllm", "transformers", "accelerate", "deepspeed", "numpy", "pyarrow", "httpx"}
 # No I/O, no clock, no randomness but a seeded one: what they answer depends on what they are handed alone.
 IMPURE = {

@@ -22,6 +22,7 @@ USERS = {
     "launch": "start several nodes: on this machine, or through ssh, Slurm, Kubernetes, SkyPilot or dstack",
     "status": "show the progress of a run and the state of each node",
     "top": "watch a run live",
+    "view": "look at runs in a browser: curves, every answer, times, logs",
     "logs": "show or follow the nodes' logs",
     "stop": "end a run on all its nodes",
     "runs": "list the runs in a folder",

@@ -5,15 +5,17 @@ In a run the leader knows the parts and builds the request of the merge itself. 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
 from fsbarrier.data import merged_file
 from fsbarrier.data.merge import MergeRequest, Part, check_nothing_is_missing, collect, publish
-from fsbarrier.data.rank_file import FormatError, NotOurs, RankFile, scan_rank_file
+from fsbarrier.data.rank_file import FormatError, GroupEntry, NotOurs, RankFile, scan_rank_file
+from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.errors import FsbarrierError, UsageError
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rundir import runrecord
@@ -94,10 +96,15 @@ class FoundFile:
         }
 
 
-def find(log_path: Path, split: str, iteration: int) -> list[FoundFile]:
+#: receives each group of a file while the file is examined
+OnFoundGroup = Callable[[Path, GroupEntry, list[Trajectory]], None]
+
+
+def find(log_path: Path, split: str, iteration: int, on_group: OnFoundGroup | None = None) -> list[FoundFile]:
     """The files of all ranks in merge order: the newest generation first, then by rank.
 
-    Raises UsageError if they belong to several runs and it is unclear which one is meant.
+    `on_group` receives also the groups of files that no merge uses. Raises UsageError if the files belong to several runs and it is
+    unclear which one is meant.
     """
     folder = RunPaths(log_path).trajectories(split)
     if not folder.is_dir():
@@ -112,7 +119,7 @@ def find(log_path: Path, split: str, iteration: int) -> list[FoundFile]:
             # A finished checkpoint is a hard link to its last part. If it is a copy, all its groups are duplicates.
             if (there.st_dev, there.st_ino) not in seen:
                 seen.add((there.st_dev, there.st_ino))
-                rank_files.append(_look_at(path, split, name.rank))
+                rank_files.append(_look_at(path, split, name.rank, on_group))
     rank_files = _mark_other_policies(_mark_other_runs(rank_files, log_path))
     rank_files.sort(
         key=lambda item: (not item.mergeable, -item.generation, item.node_rank or 0, item.path.name)
@@ -120,9 +127,9 @@ def find(log_path: Path, split: str, iteration: int) -> list[FoundFile]:
     return rank_files
 
 
-def _look_at(path: Path, split: str, rank: int) -> FoundFile:
+def _look_at(path: Path, split: str, rank: int, on_group: OnFoundGroup | None) -> FoundFile:
     try:
-        scanned = scan_rank_file(path)
+        scanned = scan_rank_file(path, on_group=None if on_group is None else partial(on_group, path))
     except FsbarrierError as error:
         state = FileState.FOREIGN if isinstance(error, NotOurs) else FileState.DAMAGED
         return FoundFile(path, split, rank, state, str(error).removeprefix(f"{path}: "))

@@ -96,9 +96,9 @@ def reachable(addresses: Iterable[str], port: int) -> list[str]:
     return reached
 
 
-def on_loopback() -> socket.socket:
-    """A socket that listens on a free port of loopback. Raises OSError."""
-    return listen(LOOPBACK)[0]
+def on_loopback(port: int = 0) -> socket.socket:
+    """A socket that listens on a port of loopback (0: a free one). Raises OSError."""
+    return listen(LOOPBACK, port)[0]
 
 
 def on_path(path: Path) -> socket.socket:

@@ -18,9 +18,9 @@ import uvicorn
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from fsbarrier.network.listening import AT_ONCE, on_loopback, same_key, stranger
+from fsbarrier.network.listening import AT_ONCE, on_loopback, same_key
+from fsbarrier.network.own_user_http import own_user_only
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rollouts.agent_client import Recorder
 from fsbarrier.rollouts.episode import Reply, TurnFailed
@@ -62,30 +62,6 @@ class _Error(Exception):
         self.status, self.param = status, param
 
 
-class _OwnUserOnly(H11Protocol):
-    """Closes connections from other users of this machine at once; they could use up this process's file descriptors.
-
-    Logs the first connection of each such user.
-    """
-
-    told: set[str]
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        peer = transport.get_extra_info("peername")
-        whose = stranger(peer, transport.get_extra_info("sockname"))
-        if not whose:
-            return
-        transport.abort()
-        # There is no peer if it has left already.
-        if peer and whose not in self.told:
-            self.told.add(whose)
-            print(
-                f"agents' address: closed a connection of {whose} (from {peer[0]}:{peer[1]})",
-                flush=True,
-            )
-
-
 class _Server(uvicorn.Server):
     """Installs no signal handlers: rollout.py handles signals and stops this server."""
 
@@ -103,7 +79,7 @@ class Endpoint:
         config = uvicorn.Config(
             self._application,
             interface="asgi3",
-            http=type("OwnUserOnly", (_OwnUserOnly,), {"told": set()}),
+            http=own_user_only("agents' address"),
             ws="none",
             lifespan="off",
             log_config=None,

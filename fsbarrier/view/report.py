@@ -89,7 +89,7 @@ def page(reader: RunReader, status: RunStatus, *, with_samples: bool = True) -> 
         name=f"{folder.parent.name}/{folder.name}".lstrip("/"),
         status=status,
         facts=_facts(reader, status),
-        tiles=_tiles(status, finished, reader),
+        tiles=tiles(status, finished, reader),
         curves=_curves(reader, status),
         samples=samples(reader.paths, status.iteration) if with_samples else [],
         phases=_legend(shown_times),
@@ -126,7 +126,7 @@ def _facts(reader: RunReader, status: RunStatus) -> str:
     return one_line(" · ".join(facts))
 
 
-def _tiles(
+def tiles(
     status: RunStatus, finished: Sequence[IterationTime], reader: RunReader
 ) -> list[tuple[str, str, str]]:
     """(name, value, note)"""
