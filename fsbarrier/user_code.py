@@ -43,19 +43,19 @@ def load_named(setting: str, value: str) -> object:
     Raises UsageError if the file is missing, fails to load, or does not define the name.
     """
     path, _, name = value.rpartition(":")
-    file, said = Path(path), f"{setting}={value}"
+    file, named = Path(path), f"{setting}={value}"
     if not path:
-        raise UsageError(f"{said}: must be path/file.py:name")
+        raise UsageError(f"{named}: must be path/file.py:name")
     if not file.is_file():
-        raise UsageError(f"{said}: no such file: {path}")
+        raise UsageError(f"{named}: no such file: {path}")
     try:
         module = load_file(file)
     # The user's code may raise any exception.
     except (Exception, SystemExit) as error:
         raise UsageError(
-            f"{said}: cannot load {file}: {described_failure(error, str(file.resolve()))}"
+            f"{named}: cannot load {file}: {described_failure(error, str(file.resolve()))}"
         ) from None
     loaded = getattr(module, name, None)
     if loaded is None:
-        raise UsageError(f"{said}: {file} does not define {name}{nearest(name, vars(module))}")
+        raise UsageError(f"{named}: {file} does not define {name}{nearest(name, vars(module))}")
     return loaded

@@ -53,8 +53,8 @@ def run(name: str, arguments: Sequence[str], find_command: Callable[[str], Comma
         raise
     except Exception as error:
         if isinstance(error, PermissionError):
-            said = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-            print(error_text(UsageError(said)), file=sys.stderr)
+            message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+            print(error_text(UsageError(message)), file=sys.stderr)
             return UsageError.exit_code
         if isinstance(error, OSError) and (fails(error) or is_of_the_mount(error)):
             print(error_text(StoreError(f"the filesystem failed: {error}")), file=sys.stderr)

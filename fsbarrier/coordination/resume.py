@@ -97,8 +97,10 @@ class _PastGeneration:
     def heard(self) -> Position:
         """The furthest row that a member has entered, according to the heartbeats."""
         beats = self.observer.read_beats().values()
-        said = [beat for beat in beats if beat.generation == self.generation.number and beat.iteration > 0]
-        return max([self.generation.start, *(Position(beat.iteration, beat.phase) for beat in said)])
+        concerning = [
+            beat for beat in beats if beat.generation == self.generation.number and beat.iteration > 0
+        ]
+        return max([self.generation.start, *(Position(beat.iteration, beat.phase) for beat in concerning)])
 
     def furthest(self) -> Position:
         """The furthest row that a member has entered, according to the heartbeats and the facts."""

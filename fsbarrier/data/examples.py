@@ -96,10 +96,10 @@ def _example(path: Path, index: int, row: Mapping[str, object]) -> Example:
     if row.get("images"):
         raise task_error(path, index, "has images, which supervised fine-tuning does not read")
     if row.get("messages") is not None:
-        said = prompt_of(path, index, row["messages"], "messages")
-        if isinstance(said, str):
-            raise task_error(path, index, f"messages must be a list of chat messages, got {shown(said)}")
-        example = Example(index, said)
+        messages = prompt_of(path, index, row["messages"], "messages")
+        if isinstance(messages, str):
+            raise task_error(path, index, f"messages must be a list of chat messages, got {shown(messages)}")
+        example = Example(index, messages)
     elif row.get("prompt") is None or completion is None:
         known = ", ".join(map(str, row)) or "none"
         raise task_error(path, index, f"needs messages, or prompt and completion (its fields: {known})")

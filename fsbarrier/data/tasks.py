@@ -271,14 +271,14 @@ def prompt_of(
         if not isinstance(role, str) or not role:
             raise task_error(path, index, f"{where} needs a role (text), got {shown(role)}")
         try:
-            said = checked(_without_nulls(message) if path.suffix == ".parquet" else message)
+            plain_message = checked(_without_nulls(message) if path.suffix == ".parquet" else message)
         except ValueError as error:
             raise task_error(path, index, f"{where} {error}") from None
         if isinstance(content, list) and may_see:
             content = [_part(path, index, f"{where}, part {n}", part) for n, part in enumerate(content, 1)]
-        elif not isinstance(content, str) and (content is not None or not said.keys() & {*_INSTEAD}):
+        elif not isinstance(content, str) and (content is not None or not plain_message.keys() & {*_INSTEAD}):
             raise task_error(path, index, f"{where} needs a content (text), got {shown(content)}")
-        messages.append({**said, "role": role, "content": content or ""})
+        messages.append({**plain_message, "role": role, "content": content or ""})
     if not any(
         images.text_of(message["content"]).strip()
         or any(images.sources([message]))

@@ -170,9 +170,9 @@ def _exchange(session: Path, group: Group, own: list[Check], mount: Mount) -> di
     addresses = candidate_addresses()
     with ExitStack() as held:
         listening = [held.enter_context(listener) for listener in listen(addresses)]
-        said = group.all_gather({"addresses": addresses, "port": port_of(listening[0])})
+        offers = group.all_gather({"addresses": addresses, "port": port_of(listening[0])})
         others = {
-            rank: each for rank, each in zip(group.members, said, strict=True) if rank != group.node_rank
+            rank: each for rank, each in zip(group.members, offers, strict=True) if rank != group.node_rank
         }
         reached = {str(rank): reachable(each["addresses"], each["port"]) for rank, each in others.items()}
         group.barrier()

@@ -159,22 +159,22 @@ def _imports() -> list[Check]:
                 "look at the disk",
             )
         ]
-    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"name"')]
+    packages = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"name"')]
     checks = [
         Check(f"import {each['name']}", OK, each["ok"])
         if "ok" in each
         else Check(
             f"import {each['name']}", REFUSED, each["failed"], "make the environment anew, or install it"
         )
-        for each in said
+        for each in packages
     ]
-    if len(said) < len(IMPORTED):
+    if len(packages) < len(IMPORTED):
         ended = (
             signal.Signals(-done.returncode).name if done.returncode < 0 else f"exit code {done.returncode}"
         )
         checks.append(
             Check(
-                f"import {IMPORTED[len(said)]}",
+                f"import {IMPORTED[len(packages)]}",
                 REFUSED,
                 f"ended the process ({ended})",
                 "make the environment anew",

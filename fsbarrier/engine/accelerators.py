@@ -243,21 +243,21 @@ def _amd(environ: Mapping[str, str]) -> list[Accelerator]:
     if KFD_DEVICE.exists():
         with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError, LookupError, TypeError):
             argv = ["amd-smi", "metric", "--mem-usage", "--json"]
-            said = subprocess.run(
+            answer = subprocess.run(
                 argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=TOOL_S, check=True
             )
-            accelerators = of_amd_smi(said.stdout.decode(errors="replace"))
+            accelerators = of_amd_smi(answer.stdout.decode(errors="replace"))
     # ROCm filters devices twice: the second variable indexes the devices that the first one left.
     left = _chosen(accelerators, environ.get("ROCR_VISIBLE_DEVICES"))
     left = _chosen(left, environ.get("HIP_VISIBLE_DEVICES", environ.get("CUDA_VISIBLE_DEVICES")))
     return sorted(left, key=lambda device: device.index)
 
 
-def of_amd_smi(said: str) -> list[Accelerator]:
+def of_amd_smi(output: str) -> list[Accelerator]:
     """The devices in the output of `amd-smi metric --mem-usage --json`. Raises ValueError, LookupError, TypeError."""
     # Warnings may come before the JSON.
-    begin = re.search(r"^\s*([\[{])", said, re.MULTILINE)
-    value = json.loads(said[begin.start(1) :] if begin else said)
+    begin = re.search(r"^\s*([\[{])", output, re.MULTILINE)
+    value = json.loads(output[begin.start(1) :] if begin else output)
     rows = value["gpu_data"] if isinstance(value, dict) else value
     used = [(int(row["gpu"]), row["mem_usage"]) for row in rows]
     return [

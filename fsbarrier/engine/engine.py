@@ -5,7 +5,7 @@
     engine.release(cancel=event)                                   # the trainer has the accelerator's memory
     engine.stop()
 
-replicas.py manages all engines of a node; server.py is the vLLM process; external.py is for a user's own server.
+replicas.py manages all engines of a node; server.py is the vLLM process; client.py also checks a user's own server.
 
 An engine (`Engine`) lives as long as the daemon; the vLLM process (`Server`) that it runs comes and goes. `state` is
   off        no process: before the first `ensure`, after `stop`, after a failed start, and after a release that had to stop it

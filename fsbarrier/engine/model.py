@@ -177,9 +177,9 @@ def tensors_in(file: Path) -> tuple[int, dict[str, Any]]:
 
 def _tied(config: Config, shapes: Shapes | None) -> bool:
     """Whether the output head is tied to the embedding. If the configuration does not say so, check the folder for a separate head."""
-    said = config.get("tie_word_embeddings", text_config(config).get("tie_word_embeddings"))
-    if isinstance(said, bool):
-        return said
+    tied = config.get("tie_word_embeddings", text_config(config).get("tie_word_embeddings"))
+    if isinstance(tied, bool):
+        return tied
     return shapes is None or not any(name.endswith("lm_head.weight") for name in shapes)
 
 

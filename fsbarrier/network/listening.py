@@ -132,10 +132,10 @@ def _is_loopback(host: str) -> bool:
     return (mapped or address).is_loopback
 
 
-def same_key(said: str | bytes, key: str) -> bool:
+def same_key(given: str | bytes, key: str) -> bool:
     """Compare keys in constant time, so that the duration does not reveal how much of a guess is right."""
     return hmac.compare_digest(
-        said.encode("utf-8", "surrogatepass") if isinstance(said, str) else said, key.encode()
+        given.encode("utf-8", "surrogatepass") if isinstance(given, str) else given, key.encode()
     )
 
 
@@ -176,8 +176,8 @@ class HttpGate:
         finally:
             with contextlib.suppress(ValueError):
                 self._waiting.remove(writer)
-        said = [value for name, value in map(_header, head.split(b"\r\n")) if name == b"authorization"]
-        if len(said) == 1 and same_key(said[0], f"Bearer {self._key}"):
+        credentials = [value for name, value in map(_header, head.split(b"\r\n")) if name == b"authorization"]
+        if len(credentials) == 1 and same_key(credentials[0], f"Bearer {self._key}"):
             return head
         refusal = b'{"error": {"message": "wrong API key", "code": 401}}'
         writer.write(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fsbarrier.network.this_host import host_name
 from fsbarrier.pool.directory import Pool
-from fsbarrier.pool.queue import STOPPED, Ended, Joined, Place, Placed, next_decision
+from fsbarrier.pool.queue import STOPPED, Assignment, Ended, Joined, Placed, next_decision
 from fsbarrier.processes.signals import Interrupted, end_once, ending_signals_handled
 from fsbarrier.processes.supervisor import Child, StartFailed, own_program, with_this_package
 from fsbarrier.protocol.facts import Beat, Member
@@ -57,7 +57,7 @@ class _Node:
     _ledger: Ledger = field(default_factory=Ledger)
     _counter: int = 0
     _child: Child | None = None
-    _serves: Place | None = None
+    _serves: Assignment | None = None
 
     def run(self) -> None:
         """The main loop, until an exception ends it. Stops the child on the way out."""
@@ -119,7 +119,7 @@ class _Node:
         if self._child is not None and self._serves and (code := self._child.poll()) is not None:
             self._report(self._serves, code)
 
-    def _start(self, place: Place) -> None:
+    def _start(self, place: Assignment) -> None:
         job = self.pool.queue.jobs[place.job].job
         self.say(f"job {place.job} ({job.name}): starting node {place.rank}")
         where = ["--log-path", str(self.pool.run_of(place.job))]
@@ -141,7 +141,7 @@ class _Node:
             self.say(str(error))
             self._report(place, error.returncode)
 
-    def _report(self, place: Place, code: int) -> None:
+    def _report(self, place: Assignment, code: int) -> None:
         self.say(f"job {place.job}: node {place.rank} ended with exit code {code}")
         self.pool.append(Ended(place.job, place.rank, place.by, code))
         self._child = self._serves = None

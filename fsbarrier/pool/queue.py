@@ -89,7 +89,7 @@ Record = Joined | Job | Placed | Ended | StopAsked | Over
 # --- what they say ------------------------------------------------------------------------------------------------------
 
 
-class Place(NamedTuple):
+class Assignment(NamedTuple):
     """A node rank of a job on a node of the pool, by record number `by`."""
 
     job: int
@@ -103,7 +103,7 @@ class JobState:
     """`places`: where each node rank is now; `codes`: the exit codes of those that have ended."""
 
     job: Job
-    places: dict[int, Place] = field(default_factory=dict)
+    places: dict[int, Assignment] = field(default_factory=dict)
     codes: dict[int, int] = field(default_factory=dict)
     stop: bool = False
     over: Over | None = None
@@ -114,7 +114,7 @@ class JobState:
             return "running" if self.places else "queued"
         return "stopped" if self.stop else "failed" if self.over.exit_code else "finished"
 
-    def open_places(self) -> Iterator[Place]:
+    def open_places(self) -> Iterator[Assignment]:
         """Those without an exit code, until the job is over."""
         if self.over is None:
             yield from (place for rank, place in self.places.items() if rank not in self.codes)
@@ -139,7 +139,7 @@ class Queue:
             case Placed():
                 state = self.jobs[record.job]
                 for rank, node in record.ranks.items():
-                    state.places[rank] = Place(record.job, rank, node, self.length)
+                    state.places[rank] = Assignment(record.job, rank, node, self.length)
             case Ended():
                 state = self.jobs[record.job]
                 # Otherwise another node has this rank by now.
@@ -154,7 +154,7 @@ class Queue:
         """The jobs that have not ended."""
         return {number: state for number, state in self.jobs.items() if state.over is None}
 
-    def place_of(self, node: int) -> Place | None:
+    def place_of(self, node: int) -> Assignment | None:
         """What a node of the pool runs; None if it is free."""
         places = (place for state in self.going_on().values() for place in state.open_places())
         return next((place for place in places if place.node == node), None)

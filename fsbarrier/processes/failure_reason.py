@@ -70,9 +70,9 @@ def how_it_ended(code: int) -> str:
     return f"was ended by signal {-code}{f' ({name}{why})' if name else ''}"
 
 
-def only_noticed(said: str) -> bool:
+def only_noticed(reason: str) -> bool:
     """Whether a program failed only because its peer on another node was gone. The cause is then on that node."""
-    return _PARTNER_GONE.search(said) is not None
+    return _PARTNER_GONE.search(reason) is not None
 
 
 def _of_torchrun(before: Sequence[str], summary: Sequence[str]) -> str:
@@ -81,12 +81,12 @@ def _of_torchrun(before: Sequence[str], summary: Sequence[str]) -> str:
     for line in summary:
         if match := _OF_ROOT.match(line):
             root.setdefault(match[1], match[2].strip())
-    said, rank = root.get("traceback", ""), root.get("rank", "").partition(" ")[0]
+    traceback, rank = root.get("traceback", ""), root.get("rank", "").partition(" ")[0]
     fatal = [line for line in before if _FATAL.match(line)]
-    if said.startswith("Signal "):
-        return (fatal or [said])[-1].strip()
-    if said and not said.startswith((_NO_TRACEBACK, TRACEBACK)):
-        return said
+    if traceback.startswith("Signal "):
+        return (fatal or [traceback])[-1].strip()
+    if traceback and not traceback.startswith((_NO_TRACEBACK, TRACEBACK)):
+        return traceback
     own = [line for line in before if (match := _RANK.match(line)) and match[1] == rank]
     return ([*_errors(before), *_errors(own)] or [""])[-1]
 

@@ -128,8 +128,8 @@ class ForkServer:
         report = b""
         with contextlib.suppress(ConnectionError):
             report = await asyncio.get_running_loop().sock_recv(self._control, MAX_REPORT)
-        said, _, text = report.decode().partition(" ")
-        if said != "ready":
+        outcome, _, text = report.decode().partition(" ")
+        if outcome != "ready":
             how = self._how_it_died()
             await self.__aexit__()
             raise UsageError(text) if report else ProgramFailed(how)
@@ -186,10 +186,10 @@ async def _hear(reports: asyncio.StreamReader, started: asyncio.Future[bytes]) -
     return int(last.split()[1]) if last else -int(signal.SIGKILL)
 
 
-async def _line(said: asyncio.StreamReader) -> bytes:
+async def _line(stream: asyncio.StreamReader) -> bytes:
     """The guard's next report; b"" once it has ended."""
     with contextlib.suppress(ConnectionError):
-        return await said.readline()
+        return await stream.readline()
     return b""
 
 

@@ -235,7 +235,7 @@ def start_main(cwd: str, private: bool, argv: list[str], env: dict[bytes, bytes]
         stage = "prepare"
         try:
             if private:
-                # If this host does not allow it, the run warned about that at its start (private_network.py).
+                # If this host does not allow it, the run warned about that at its start (cli/start/node_checks.py).
                 try:
                     enter_private_network()
                 except OSError as error:

@@ -113,14 +113,14 @@ class JudgeReward(Reward):
             {"type": "text", "text": text},
         ]
         try:
-            said = await self.judge.ask([{"role": "user", "content": content if shown else text}])
+            verdict = await self.judge.ask([{"role": "user", "content": content if shown else text}])
         except JudgeError as error:
             return Score(0.0, error=str(error), seconds=time.monotonic() - started)
-        grade, seconds = _grade(said), time.monotonic() - started
+        grade, seconds = _grade(verdict), time.monotonic() - started
         if grade is None or not 0 <= grade <= 1:
-            problem = f"the judge gave no number from 0 to 1: {said[-200:]!r}"
+            problem = f"the judge gave no number from 0 to 1: {verdict[-200:]!r}"
             return Score(0.0, error=problem, seconds=seconds)
-        return Score(grade, {"judge": grade}, {"judge": said}, seconds=seconds)
+        return Score(grade, {"judge": grade}, {"judge": verdict}, seconds=seconds)
 
     async def close(self) -> None:
         await self.judge.close()

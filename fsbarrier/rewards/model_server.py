@@ -46,8 +46,8 @@ class _Again(ModelServerError):
 class ModelServer:
     """`said`: what messages call it. Each request gets `timeout_s`."""
 
-    def __init__(self, said: str, where: EngineAddress, timeout_s: float) -> None:
-        self.said, self.timeout_s, self._patience_s = said, timeout_s, where.patience_s
+    def __init__(self, name: str, where: EngineAddress, timeout_s: float) -> None:
+        self.said, self.timeout_s, self._patience_s = name, timeout_s, where.patience_s
         self._free = asyncio.Semaphore(CONCURRENCY)
         self._client = httpx.AsyncClient(
             base_url=where.base_url.rstrip("/"),

@@ -120,7 +120,7 @@ class FunctionReward(Reward):
         try:
             # Concurrent calls enforce their own time limit; killing the process for one call would end all others.
             grace_s = GRACE_S if self._about["together"] else 0.0
-            said = await self._calls.call(question, self._limit_s + grace_s)
+            answer = await self._calls.call(question, self._limit_s + grace_s)
         except TimeoutError:
             return too_late, []
         except ProcessEnded as ended:
@@ -128,11 +128,11 @@ class FunctionReward(Reward):
             return f"its process {ended}", []
         except ValueError as error:
             return str(error), []
-        if said.get("late"):
+        if answer.get("late"):
             return too_late, []
-        if "trace" in said:
-            log_once(said["place"], said["trace"])
-        return said.get("error"), msgspec.convert(said.get("scores", []), list[Score])
+        if "trace" in answer:
+            log_once(answer["place"], answer["trace"])
+        return answer.get("error"), msgspec.convert(answer.get("scores", []), list[Score])
 
     async def close(self) -> None:
         await self._calls.close()

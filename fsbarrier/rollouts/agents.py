@@ -84,8 +84,8 @@ class Client:
 
         Sampling parameters are the run's, so that training matches the recorded distribution. Raises TurnFailed.
         """
-        said = [dict(message) for message in messages]
-        return await self._ask("chat", messages=said, tools=tools, max_tokens=max_tokens, stop=stop)
+        conversation = [dict(message) for message in messages]
+        return await self._ask("chat", messages=conversation, tools=tools, max_tokens=max_tokens, stop=stop)
 
     async def complete(
         self, prompt: str, *, max_tokens: int | None = None, stop: Sequence[str] = ()

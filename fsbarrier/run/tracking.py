@@ -77,8 +77,8 @@ class TrackerProgram:
     def _send(self, settings: Settings) -> None:
         """Send the program the last finished iteration; start it if it does not run. Raises StartFailed, StoreError, OSError."""
         if self._child is not None and (code := self._child.poll()) is not None:
-            said = " | ".join(self._child.last_log_lines(2))
-            self._trouble(f"the program ended with exit code {code}: {said}")
+            end_of_log = " | ".join(self._child.last_log_lines(2))
+            self._trouble(f"the program ended with exit code {code}: {end_of_log}")
             self._end(0.0)
         if self._child is None:
             self._start(settings)
@@ -120,8 +120,8 @@ class TrackerProgram:
 
     def _hear(self) -> None:
         with contextlib.suppress(OSError):
-            while self._child is not None and (said := self._socket.recv(MESSAGE_BYTES)):
-                self._troubles.append(json.loads(said))
+            while self._child is not None and (message := self._socket.recv(MESSAGE_BYTES)):
+                self._troubles.append(json.loads(message))
 
     def _trouble(self, why: str) -> None:
         self._troubles.append({"tracker": "", "why": why})

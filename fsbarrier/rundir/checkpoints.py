@@ -137,9 +137,9 @@ def read_manifest(folder: Path) -> Manifest:
         raise _unreadable(error, f"{folder / MANIFEST} cannot be read: {error}") from None
 
 
-def _unreadable(error: Exception, said: str) -> ProgramFailed:
+def _unreadable(error: Exception, reason: str) -> ProgramFailed:
     failing = isinstance(error, OSError) and error.errno in FAILING
-    return PolicyUnreadable(said) if failing else ProgramFailed(said)
+    return PolicyUnreadable(reason) if failing else ProgramFailed(reason)
 
 
 def newest_state(folder: Path) -> tuple[str | None, tuple[str, ...]]:

@@ -84,13 +84,13 @@ def _check(
             f"{named}: {path} belongs to {user_name(status.st_uid)}, who could run code as you; use a directory of your own"
         )
     if mode & stat.S_IWGRP and not _is_only_ours(status.st_gid):
-        said = f"{named}: its group may write to {path} and could run code as you; run chmod g-w {path}"
+        problem = f"{named}: its group may write to {path} and could run code as you; run chmod g-w {path}"
         if not shared_group:
             raise UsageError(
-                f"{said}, or give --shared-group if you trust everybody in its group with your account"
+                f"{problem}, or give --shared-group if you trust everybody in its group with your account"
             )
         if status.st_gid not in {os.getegid(), *os.getgroups()}:
-            raise UsageError(f"{said} (--shared-group trusts only a group that you are in)")
+            raise UsageError(f"{problem} (--shared-group trusts only a group that you are in)")
 
 
 def modes_are_forced(path: Path) -> bool:

@@ -53,8 +53,8 @@ class Adapters:
         try:
             peft.inject_adapter_in_model(config, causal, ADAPTER)
         except ValueError as error:
-            said = shorten(str(error), 160, placeholder=" ...")
-            raise UsageError(f"lora.targets: {said}; {NAMEABLE}") from None
+            problem = shorten(str(error), 160, placeholder=" ...")
+            raise UsageError(f"lora.targets: {problem}; {NAMEABLE}") from None
         chosen = {
             name: module
             for name, module in causal.named_modules()
@@ -123,5 +123,7 @@ def _refuse_other_layers(chosen: Mapping[str, Any], settings: LoraSettings) -> N
     """Refuse adapters in other than linear layers: peft allows them, but `merged` cannot merge them. Raises UsageError."""
     for name, layer in chosen.items():
         if not isinstance(layer.get_base_layer(), torch.nn.Linear):
-            said = f"lora.targets: {name} is" if settings.targets else f"lora.rank={settings.rank}: {name} is"
-            raise UsageError(f"{said} no linear layer (a mixture of experts has such); {NAMEABLE}")
+            subject = (
+                f"lora.targets: {name} is" if settings.targets else f"lora.rank={settings.rank}: {name} is"
+            )
+            raise UsageError(f"{subject} no linear layer (a mixture of experts has such); {NAMEABLE}")

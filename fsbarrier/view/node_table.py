@@ -76,11 +76,13 @@ def _engines(node: NodeStatus) -> list[tuple[str | tuple[str, str], tuple[str, s
                 (problem for problem in ("down", "starting") if problem in states),
                 states[0] if states else "off",
             )
-            said = [f"restarted {counted(restarts, 'time')}: {text(shown, 'why')}"] if restarts else []
+            details = [f"restarted {counted(restarts, 'time')}: {text(shown, 'why')}"] if restarts else []
             if (sessions := number(shown, "sessions")) is not None:
                 most = "" if (limit := number(shown, "most")) is None else f"/{limit:.0f}"
-                said.insert(0, f"sessions {sessions:.0f}{most}, {number(shown, 'waiting') or 0:.0f} waiting")
-            row = (one_line(name), one_line("; ".join(said)))
+                details.insert(
+                    0, f"sessions {sessions:.0f}{most}, {number(shown, 'waiting') or 0:.0f} waiting"
+                )
+            row = (one_line(name), one_line("; ".join(details)))
             rows.append(((state, "bold yellow") if state == "down" else state, row))
     return rows
 

@@ -68,19 +68,19 @@ def _split(paths: RunPaths, split: str, newest: int) -> SplitSamples | None:
 
 
 #: a group, and the rank's file that contains it
-Place = tuple[Path, GroupEntry]
+GroupInFile = tuple[Path, GroupEntry]
 
 
-def _groups(paths: RunPaths, split: str, iteration: int) -> list[Place]:
+def _groups(paths: RunPaths, split: str, iteration: int) -> list[GroupInFile]:
     """The groups in the ranks' files, which can be read one by one, unlike those of a merged file."""
-    places: dict[int, Place] = {}
+    places: dict[int, GroupInFile] = {}
     for item in rank_files.find(paths.root, split, iteration):
         for group in item.file.groups if item.mergeable and item.file else ():
             places.setdefault(group.task_index, (item.path, group))
     return [places[task] for task in sorted(places)]
 
 
-def choose(groups: Sequence[Place]) -> list[tuple[str, Trajectory]]:
+def choose(groups: Sequence[GroupInFile]) -> list[tuple[str, Trajectory]]:
     """(label, trajectory) for the best of the group with the highest mean reward, and the worst of the group with the lowest. Raises
     StoreError, FormatError."""
     groups = [
@@ -97,7 +97,7 @@ def choose(groups: Sequence[Place]) -> list[tuple[str, Trajectory]]:
     return [("best", best), *([] if same else [("worst", worst)])]
 
 
-def _judged(place: Place) -> list[Trajectory]:
+def _judged(place: GroupInFile) -> list[Trajectory]:
     trajectories = read_trajectories(*place)
     return [trajectory for trajectory in trajectories if trajectory.get("valid", True)] or trajectories
 

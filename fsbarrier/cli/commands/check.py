@@ -129,8 +129,8 @@ async def _rewards(tasks: Sequence[Task], settings: Settings) -> list[str]:
     if problem := next((score.error for pair in pairs for score in pair if score.error), None):
         return [f"reward.kind={own.kind}: fails: {problem}"]
     right, wrong = (sum(pair[number].reward for pair in pairs) / len(pairs) for number in (0, 1))
-    said = f"reward.kind={own.kind}: {right:g} for the reference answer, {wrong:g} for nonsense (mean of {len(pairs)})"
-    return [said] if right > wrong else [f"{said}: it does not tell them apart"]
+    means = f"reward.kind={own.kind}: {right:g} for the reference answer, {wrong:g} for nonsense (mean of {len(pairs)})"
+    return [means] if right > wrong else [f"{means}: it does not tell them apart"]
 
 
 def _text(answer: object) -> str:

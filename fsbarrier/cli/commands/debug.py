@@ -37,11 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     paths = flags.find_run(args).paths
     name = args.out or paths.root / f"debug-{datetime.now(UTC):%Y%m%dT%H%M%S%f}.tar.gz"
-    said = list(_ask_for_stacks(paths))
-    print("".join(f"{line}\n" for line in said), end="")
+    stack_lines = list(_ask_for_stacks(paths))
+    print("".join(f"{line}\n" for line in stack_lines), end="")
     # Only this user may read it, whoever may read the run.
     files.set_shared_group(False)
-    out = flags.write_file("--out", name, _archive(paths, Path(name).name.partition(".")[0], said))
+    out = flags.write_file("--out", name, _archive(paths, Path(name).name.partition(".")[0], stack_lines))
     print(f"wrote {out}; it contains logs, so review it before you share it")
     return 0
 
@@ -66,14 +66,14 @@ def _ask_for_stacks(paths: RunPaths) -> Iterator[str]:
             yield f"{node}: process {pid} did not: it is stopped, or hangs in the kernel"
 
 
-def _archive(paths: RunPaths, folder: str, said: list[str]) -> bytes:
+def _archive(paths: RunPaths, folder: str, stack_lines: list[str]) -> bytes:
     """`said`, the ends of the logs and journals, and the last heartbeats, below `folder`.
 
     Only plain files with one name are included, no link is followed, and passwords in addresses are removed. Raises OSError.
     """
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w:gz") as archive:
-        _add(archive, f"{folder}/nodes.txt", "".join(f"{line}\n" for line in said))
+        _add(archive, f"{folder}/nodes.txt", "".join(f"{line}\n" for line in stack_lines))
         for path in _files_for_archive(paths):
             _add(archive, f"{folder}/{path.relative_to(paths.root)}", _end_of(paths, path))
     return stream.getvalue()

@@ -34,24 +34,24 @@ def find_model(
 ) -> Path:
     """The folder of a Hugging Face model: a path, a folder below the data path, or a name in a local Hugging Face cache. It must have
     one of the files in `tokenizer`, if any are given."""
-    said = f"{setting} {name}" if setting.startswith("--") else f"{setting}={name}"
+    named = f"{setting} {name}" if setting.startswith("--") else f"{setting}={name}"
     candidates = [absolute(name)]
     if data_path is not None:
         candidates.append(data_path / name)
     for candidate in candidates:
         if candidate.is_dir():
-            _check_model(said, candidate, tokenizer)
+            _check_model(named, candidate, tokenizer)
             return candidate
         if candidate.is_file():
-            raise UsageError(f"{said}: {candidate} is a file; give the folder with config.json")
+            raise UsageError(f"{named}: {candidate} is a file; give the folder with config.json")
     for cache in _caches(data_path, environ):
-        snapshot = _cached(cache, name, said)
+        snapshot = _cached(cache, name, named)
         if snapshot is not None:
-            _check_model(said, snapshot, tokenizer)
+            _check_model(named, snapshot, tokenizer)
             return snapshot
     looked = ", ".join(str(candidate) for candidate in candidates)
     raise UsageError(
-        f"{said}: no such folder (looked at {looked}, and in the local Hugging Face cache); nothing is "
+        f"{named}: no such folder (looked at {looked}, and in the local Hugging Face cache); nothing is "
         "downloaded: give a folder with config.json, weights and tokenizer"
     )
 
@@ -62,7 +62,7 @@ def _caches(data_path: Path | None, environ: Environ) -> list[Path]:
     return [absolute(hub) if hub else home / "hub", *([data_path, data_path / "hub"] if data_path else [])]
 
 
-def _cached(cache: Path, name: str, said: str) -> Path | None:
+def _cached(cache: Path, name: str, named: str) -> Path | None:
     """The folder of a model in a cache: its main revision; if the cache has none, its only one. Raises UsageError if it has several."""
     folder = cache / f"models--{name.replace('/', '--')}"
     try:
@@ -74,24 +74,24 @@ def _cached(cache: Path, name: str, said: str) -> Path | None:
     commits = sorted(path for path in folder.glob("snapshots/*") if path.is_dir())
     if len(commits) > 1:
         raise UsageError(
-            f"{said}: {folder} has no refs/main and several commits ({', '.join(path.name for path in commits)}); "
+            f"{named}: {folder} has no refs/main and several commits ({', '.join(path.name for path in commits)}); "
             f"give the folder of one, such as {commits[0]}"
         )
     return commits[0] if commits else None
 
 
-def _check_model(said: str, folder: Path, tokenizer: Collection[str]) -> None:
+def _check_model(named: str, folder: Path, tokenizer: Collection[str]) -> None:
     try:
         # Also that each weight file is there, and as long as its header says.
         config = inspect(folder).config
     except ProgramFailed as error:
-        raise UsageError(f"{said}: {error}; give a Hugging Face model folder") from None
+        raise UsageError(f"{named}: {error}; give a Hugging Face model folder") from None
     for holds, what in (
         ("model_type" in config, "has a config.json without a model_type"),
         (not tokenizer or any((folder / file).is_file() for file in tokenizer), "has no tokenizer"),
     ):
         if not holds:
-            raise UsageError(f"{said}: {folder} {what}; give a Hugging Face model folder")
+            raise UsageError(f"{named}: {folder} {what}; give a Hugging Face model folder")
 
 
 def with_engines_folders(settings: Settings, data_path: str | None, environ: Environ) -> Settings:
@@ -123,14 +123,14 @@ def check_engines(settings: Settings, policy: Path | None) -> None:
         uses.append((f"judge.model={settings.judge.model}", judge, False, False))
     if settings.algorithm.loss == "distil":
         uses.append(("algorithm.loss=distil", TEACHER, False, True))
-    for said, name, scores, sends in uses:
+    for use, name, scores, sends in uses:
         folder = Path(str(settings.engines[name].model))
         model = inspect(folder)
         if classifies(model) != scores:
             lack = "has no classifier head" if scores else "has a classifier head and writes no text"
-            raise UsageError(f"{said}: {folder} {lack} (architectures in its config.json); use another model")
+            raise UsageError(f"{use}: {folder} {lack} (architectures in its config.json); use another model")
         if sends:
-            _check_vocabulary(said, folder, policy)
+            _check_vocabulary(use, folder, policy)
         if name == judge and settings.judge.images != "none" and not sees(model.config):
             raise UsageError(
                 f"judge.images={settings.judge.images}: the model {folder} takes none (no vision_config)"
@@ -142,13 +142,13 @@ def check_engines(settings: Settings, policy: Path | None) -> None:
             )
 
 
-def _check_vocabulary(said: str, folder: Path, policy: Path | None) -> None:
+def _check_vocabulary(named: str, folder: Path, policy: Path | None) -> None:
     """A model that is sent the policy's tokens must have the same. Raises UsageError."""
     ours, theirs = (_vocabulary(model) if model is not None else {} for model in (policy, folder))
     other = next((token for token, number in ours.items() if theirs.get(token) != number), None)
     if theirs and other is not None:
         raise UsageError(
-            f"{said}: is sent the policy's tokens, but the tokenizer of {folder} has another number for {other!r} than that of {policy}; "
+            f"{named}: is sent the policy's tokens, but the tokenizer of {folder} has another number for {other!r} than that of {policy}; "
             "use a model with the policy's tokenizer"
         )
 

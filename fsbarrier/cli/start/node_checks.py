@@ -243,8 +243,8 @@ def try_user_code(settings: Settings) -> None:
         "rollout.agent": settings.rollout.agent,
         "algorithm.loss": {settings.algorithm.loss} - {*LOSSES},
     }
-    said = " and ".join(f"{name}={settings.flat()[name]}" for name, value in named.items() if value)
-    if not said:
+    chosen = " and ".join(f"{name}={settings.flat()[name]}" for name, value in named.items() if value)
+    if not chosen:
         return
     try:
         done = subprocess.run(
@@ -258,13 +258,13 @@ def try_user_code(settings: Settings) -> None:
         )
     except subprocess.TimeoutExpired:
         raise UsageError(
-            f"{said}: importing this code took longer than {TRY_CODE_S:g} s; move slow work out of the module's top level"
+            f"{chosen}: importing this code took longer than {TRY_CODE_S:g} s; move slow work out of the module's top level"
         ) from None
     if done.returncode != 0:
         # The last line is the error. Output of the user's code comes before it.
         lines = done.stderr.strip().splitlines()
         last = lines[-1] if lines else f"its process ended with exit code {done.returncode}"
-        raise UsageError(last if done.returncode == 2 else f"{said}: {last}")
+        raise UsageError(last if done.returncode == 2 else f"{chosen}: {last}")
 
 
 def private_network_problem() -> str:

@@ -285,5 +285,7 @@ def _most_bytes(task: Task) -> int:
     """At least as many as the prompt that the engine gets."""
     if isinstance(task.prompt, str):
         return len(task.prompt.encode()) + 8
-    said = sum(len(images.text_of(message["content"]).encode()) + MESSAGE_BYTES for message in task.messages)
-    return said + len(json.dumps(task.tools)) + TEMPLATE_BYTES
+    text_bytes = sum(
+        len(images.text_of(message["content"]).encode()) + MESSAGE_BYTES for message in task.messages
+    )
+    return text_bytes + len(json.dumps(task.tools)) + TEMPLATE_BYTES

@@ -14,7 +14,7 @@ from fsbarrier.protocol.rows import SLICE_CHOICE
 from fsbarrier.protocol.state import Node
 
 #: (generation, iteration, phase)
-Place = tuple[int, int, int]
+RowPlace = tuple[int, int, int]
 
 
 @dataclass(slots=True)
@@ -112,7 +112,7 @@ class Removed(NamedTuple):
 
     time: float
     path: str
-    place: Place
+    place: RowPlace
 
 
 class Asked(NamedTuple):
@@ -216,9 +216,9 @@ class History:
         return found
 
     @cached_property
-    def facts(self) -> dict[Place, Done]:
+    def facts(self) -> dict[RowPlace, Done]:
         """The first "done" fact of each member in each row."""
-        found: dict[Place, Done] = {}
+        found: dict[RowPlace, Done] = {}
         for write in self.writes:
             fact = write.record
             if type(fact) is Fact and fact.status == "done":
@@ -233,7 +233,7 @@ class History:
         """The first and the last row of an iteration in a generation."""
         return self.spans.get(self.phases_of(record), (self.first, self.last))
 
-    def all_done(self, place: Place, generation: Generation) -> bool:
+    def all_done(self, place: RowPlace, generation: Generation) -> bool:
         """Whether all members have published that they are done with a row."""
         done = self.facts.get(place, {})
         return all(member.rank in done for member in generation.members)
@@ -248,30 +248,30 @@ class History:
         return found
 
     @cached_property
-    def places(self) -> list[tuple[JournalLine, Place]]:
+    def places(self) -> list[tuple[JournalLine, RowPlace]]:
         """Every entry into a row and every release from one, in order."""
         rows = frozenset(("phase_started", "phase_finished"))
         return [(event, place_of(event.node)) for event in self.events if event.event in rows]
 
     @cached_property
-    def passed(self) -> list[tuple[JournalLine, Place]]:
+    def passed(self) -> list[tuple[JournalLine, RowPlace]]:
         """Every release from a row: the journal's phase_finished."""
         return [(event, place) for event, place in self.places if event.event == "phase_finished"]
 
     @cached_property
-    def entered(self) -> list[tuple[JournalLine, Place]]:
+    def entered(self) -> list[tuple[JournalLine, RowPlace]]:
         """Every entry into a row: the journal's phase_started."""
         return [(event, place) for event, place in self.places if event.event == "phase_started"]
 
 
 @lru_cache(maxsize=4096)
-def row_of(path: str) -> Place:
+def row_of(path: str) -> RowPlace:
     """The row of a fact's path."""
     _, generation, phase, name = path.rsplit("/", 3)
     return int(generation[4:]), int(name[5:11]), int(phase[1:3])
 
 
-def place_of(node: Node) -> Place:
+def place_of(node: Node) -> RowPlace:
     """The row of a running node."""
     generation, position = node.generation, node.position
     assert generation is not None and position is not None

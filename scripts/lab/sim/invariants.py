@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from fsbarrier.program import PHASE_NAMES
 from fsbarrier.protocol.facts import Generation, Join, Payload, Record
-from sim.history import Done, History, Merged, Place
+from sim.history import Done, History, Merged, RowPlace
 from sim.published import no_fact_is_needed_after_its_removal, published_too_late
 from sim.sessions import ended_by_an_old_start, finished, nothing_was_left, start_positions
 from sim.settings import i16_the_same_settings
@@ -46,9 +46,9 @@ def check(world: World) -> list[Violation]:
 
 def i1_nobody_passes_early(history: History) -> Iterator[str]:
     """Nobody passes a row before every member of the generation has entered it and published "done"."""
-    entered: defaultdict[Place, set[int]] = defaultdict(set)
+    entered: defaultdict[RowPlace, set[int]] = defaultdict(set)
     # rows that all members had entered and finished when the first one passed
-    through: dict[Place, Generation] = {}
+    through: dict[RowPlace, Generation] = {}
     facts = history.facts
     for event, place in history.places:
         node, generation = event.node, event.node.generation
@@ -71,8 +71,8 @@ def i1_nobody_passes_early(history: History) -> Iterator[str]:
 def i2_one_decision(history: History) -> Iterator[str]:
     """All processes that pass a row have read the same decision, the leader's. Later generations adopt no other."""
     # the decision that the first process read, and when it did
-    read: dict[Place, Payload] = {}
-    times: dict[Place, float] = {}
+    read: dict[RowPlace, Payload] = {}
+    times: dict[RowPlace, float] = {}
     facts = history.facts
     for event, place in history.passed:
         node, generation = event.node, event.node.generation
@@ -90,7 +90,9 @@ def i2_one_decision(history: History) -> Iterator[str]:
     yield from _adopted(history, read, times)
 
 
-def _adopted(history: History, read: Mapping[Place, Payload], times: Mapping[Place, float]) -> Iterator[str]:
+def _adopted(
+    history: History, read: Mapping[RowPlace, Payload], times: Mapping[RowPlace, float]
+) -> Iterator[str]:
     """Each generation's record contains, for each row before its start, the last decision that any node had read by then. A session with
     other phases may begin some iterations earlier."""
     latest: dict[str, tuple[int, Payload]] = {}
@@ -121,7 +123,7 @@ def _published(history: History, number: int, name: str, entry: Payload, after: 
 
 def i3_only_forward(history: History) -> Iterator[str]:
     """(generation, iteration, phase) only grows for each process, and a generation's number exists once."""
-    last_place: dict[int, Place] = {}
+    last_place: dict[int, RowPlace] = {}
     for event, place in history.entered:
         before = last_place.get(event.process)
         if before is not None and place <= before:

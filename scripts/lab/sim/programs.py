@@ -34,7 +34,7 @@ PARTNER_GONE = "connection closed by peer"
 FAILURES = ("the program ended with exit code 1", "out of memory", "cannot read the batch")
 
 
-class Place:
+class ProgramHost:
     """What a process's job and programs share."""
 
     def __init__(self, process: Start) -> None:
@@ -74,7 +74,7 @@ def failure_of_a_program(world: Schedule, rank: int, phase_name: str) -> tuple[f
 class SimProgram:
     """A program with the methods of Child, and if its process stays for other jobs, of KeptProgram."""
 
-    def __init__(self, host: Place, name: str = "", *, stays: bool = False) -> None:
+    def __init__(self, host: ProgramHost, name: str = "", *, stays: bool = False) -> None:
         self.host, self.name, self._stays = host, name, stays
         self.alive, self.log_file = True, Path()
         self.meeting: SimTorchrun | None = None

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from fsbarrier.program import PHASE_NAMES
 from fsbarrier.protocol.facts import Generation
-from sim.history import History, JournalLine, Place, Said, place_of
+from sim.history import History, JournalLine, RowPlace, Said, place_of
 from sim.invariants import Violation
 
 WIDTH = 150
@@ -25,7 +25,7 @@ def violations(found: Iterable[Violation]) -> str:
 
 def _lines(told: Iterable[JournalLine | Said]) -> Iterator[Said]:
     """One line for each event; without text if it is not interesting."""
-    passed: set[Place] = set()
+    passed: set[RowPlace] = set()
     begun: set[int] = set()
     for event in told:
         if isinstance(event, Said):

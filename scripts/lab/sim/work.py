@@ -28,7 +28,7 @@ from fsbarrier.rundir.runrecord import RunRecord, TaskSource
 from fsbarrier.training.weights_copy import WeightsCopy
 from sim.disk import SimPath
 from sim.history import Published, Served
-from sim.programs import GROUP_BYTES, Place, SimProgram
+from sim.programs import GROUP_BYTES, ProgramHost, SimProgram
 from sim.schedule import Crash, Start
 from sim.setup import PATHS, program
 
@@ -136,7 +136,7 @@ class SimEngines:
         self._host.serving = ""
 
 
-class SimHost(Place, Surroundings):
+class SimHost(ProgramHost, Surroundings):
     """A process's host, as its work sees it."""
 
     def now(self) -> float:
