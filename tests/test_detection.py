@@ -72,8 +72,8 @@ def rolling_out(folder: Path, prepare: Callable[[Cluster], None] = lambda _: Non
         yield cluster
 
 
-def test_a_killed_daemon_is_named_by_its_epitaph(tmp_path: Path) -> None:
-    """Its epitaph names it, and nobody waits for its silence."""
+def test_a_killed_daemon_is_named_by_its_death_notice(tmp_path: Path) -> None:
+    """Its death notice names it, and nobody waits for its silence."""
     with rolling_out(tmp_path) as cluster:
         tree = cluster.tree(VICTIM)
         cluster.kill(VICTIM)

@@ -18,7 +18,7 @@ from fsbarrier.errors import UsageError
 from fsbarrier.network import this_host
 from fsbarrier.network.this_host import host_name
 from fsbarrier.protocol.facts import Beat, Join
-from fsbarrier.protocol.membership import GONE, epitaph
+from fsbarrier.protocol.membership import GONE, death_notice
 from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.heartbeats import beats_of_newest_starts
 from fsbarrier.rundir.record_store import PosixStore
@@ -361,7 +361,7 @@ def test_a_heartbeat_that_is_met_in_its_replacement_is_watched(
 
 
 def test_a_killed_node_starts_again_at_once(tmp_path: Path) -> None:
-    """Its epitaph says that it is dead: it waits for no time-out, however long that is."""
+    """Its death notice says that it is dead: it waits for no time-out, however long that is."""
     flags = ("coordination.dead_s=251",)
     with Cluster(tmp_path, 1, *flags, program="ping") as cluster:
         cluster.start()
@@ -371,12 +371,12 @@ def test_a_killed_node_starts_again_at_once(tmp_path: Path) -> None:
         cluster.wait_for(lambda e: e["event"] == "node_joined" and e["incarnation"] == 2)
 
 
-def test_the_epitaph_of_an_earlier_start_proves_nothing(locked_run: RunRecord) -> None:
+def test_the_death_notice_of_an_earlier_start_proves_nothing(locked_run: RunRecord) -> None:
     for incarnation in (3, 4):
         beat_beside_lock(locked_run, incarnation, 9)
     PosixStore().make_dir(locked_run.paths.beats)
     for incarnation, proven in ((3, False), (4, True)):
         last = Beat(2, incarnation, 9, host_name(), 1, "running")
-        PosixStore().mark(locked_run.paths.pulse(epitaph(last)), last)
+        PosixStore().mark(locked_run.paths.pulse(death_notice(last)), last)
         watched = beats_of_newest_starts(locked_run.log_path, 2)[2]
         assert watched is not None and (watched.state in GONE) == proven

@@ -100,7 +100,8 @@ class _Node:
         if decision is None or not self.pool.decide(decision):
             return
         if isinstance(decision, Placed):
-            what = f"nodes {', '.join(map(str, sorted(decision.ranks.values())))}"
+            nodes = sorted(decision.ranks.values())
+            what = f"runs on node{'s' * (len(nodes) > 1)} {', '.join(map(str, nodes))}"
         else:
             reason = f" ({decision.reason})" if decision.reason else ""
             what = f"over, exit code {decision.exit_code}{reason}"

@@ -43,7 +43,7 @@ REJOIN_TIMEOUT_S = 1800.0
 OUTAGE_S = 120.0
 
 
-def epitaph(beat: Beat) -> Pulse:
+def death_notice(beat: Beat) -> Pulse:
     """The heartbeat to show if this daemon is killed; unchanged if it has already reported how it ended."""
     return beat.pulse if beat.state in GONE else replace(beat.pulse, counter=beat.counter + 1, state=KILLED)
 

@@ -40,7 +40,7 @@ from fsbarrier.network.this_host import boot_id, candidate_addresses, host_name,
 from fsbarrier.processes.death_notice import DeathNotice
 from fsbarrier.processes.signals import ending_signals_handled
 from fsbarrier.protocol.facts import Beat, Join, Payload
-from fsbarrier.protocol.membership import JOIN_TIMEOUT_S, epitaph
+from fsbarrier.protocol.membership import JOIN_TIMEOUT_S, death_notice
 from fsbarrier.run.event_log import EventLog
 from fsbarrier.run.fingerprint import Fingerprint, code_digests, one_digest
 from fsbarrier.run.job import Workplace
@@ -273,7 +273,7 @@ class Daemon:
     def _note_beat(self, beat: Beat) -> None:
         """Called before each heartbeat is written."""
         paths = self.record.paths
-        self._death_notice.note(paths.pulse(beat.pulse), paths.pulse(epitaph(beat)))
+        self._death_notice.note(paths.pulse(beat.pulse), paths.pulse(death_notice(beat)))
 
     @contextmanager
     def signals(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ from fsbarrier.coordination.loop import NodeLoop
 from fsbarrier.coordination.observer import Observer
 from fsbarrier.errors import EXIT_SIGTERM, Fenced
 from fsbarrier.protocol.facts import Beat, Join, Payload, Pulse
-from fsbarrier.protocol.membership import epitaph
+from fsbarrier.protocol.membership import death_notice
 from fsbarrier.protocol.rows import SLICE_CHOICE
 from fsbarrier.protocol.state import Node
 from fsbarrier.rundir.record_store import Store
@@ -143,15 +143,15 @@ class Process(Start):
         self._signalled = True
         self.main.wake()
 
-    def leave_epitaph(self) -> None:
+    def leave_death_notice(self) -> None:
         """A killed daemon's last heartbeat mostly says so a moment later."""
         schedule = self.schedule
         if schedule.rng.random() < 0.7:
-            schedule.after(schedule.rng.random() * 0.3, self._put_epitaph)
+            schedule.after(schedule.rng.random() * 0.3, self._put_death_notice)
 
-    def _put_epitaph(self) -> None:
+    def _put_death_notice(self) -> None:
         for beat in reversed(self._noted) if self.client.outage is None else ():
-            names = [cast(SimPath, PATHS.pulse(pulse)) for pulse in (beat.pulse, epitaph(beat))]
+            names = [cast(SimPath, PATHS.pulse(pulse)) for pulse in (beat.pulse, death_notice(beat))]
             if self.client.rename(*names):
                 return
 

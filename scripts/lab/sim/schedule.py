@@ -206,7 +206,7 @@ class Start:
             self._over(None, why)
             self.schedule.say(f"node {self.rank} is dead: {why}")
             if not host:
-                self.leave_epitaph()
+                self.leave_death_notice()
 
     def end(self, code: int, why: str) -> None:
         """The process ends with this exit code; perhaps somebody starts it again."""
@@ -244,7 +244,7 @@ class Start:
     def signal(self) -> None:
         """SIGTERM."""
 
-    def leave_epitaph(self) -> None:
+    def leave_death_notice(self) -> None:
         """Killed, it may leave a last heartbeat."""
 
     # --- what the world is told ---
