@@ -153,7 +153,7 @@ class MergeDecision(JsonRecord):
     last_rewards: Mapping[str, float] | None = None
 
 
-# --- update: batch_prepare, update_ready, update ------------------------------------------------------------------------------
+# --- update: batch_prepare, update_ready ------------------------------------------------------------------------------
 
 
 @ready
@@ -180,24 +180,26 @@ class ReachReport(JsonRecord):
 
 @ready
 @dataclass(frozen=True, slots=True)
-class RendezvousDecision(JsonRecord):
-    """Where torchrun's processes meet, and the trainer that all nodes have kept, "" for a new one (update_ready)."""
+class NewVersion(JsonRecord):
+    """The policy version that an update makes: the name of its folder, and its number. Both are decided before it is made, so a later
+    generation knows by name what the nodes that train have finished."""
 
+    folder: str
+    policy_version: int
+
+
+@ready
+@dataclass(frozen=True, slots=True)
+class RendezvousDecision(JsonRecord):
+    """What the update makes, where torchrun's processes meet, and the trainer that all nodes have kept, "" for a new one (update_ready)."""
+
+    makes: NewVersion
     master_addr: str
     #: text in a dry run
     master_port: int | str
     trainer: str = ""
     #: the next iteration's rollouts, which run meanwhile (`rollout.ahead`); None: none
     ahead: RolloutDecision | None = None
-
-
-@ready
-@dataclass(frozen=True, slots=True)
-class UpdateDecision(JsonRecord):
-    """The name of the new policy version's folder (update)."""
-
-    folder: str
-    policy_version: int
 
 
 @ready

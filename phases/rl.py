@@ -23,13 +23,13 @@ from fsbarrier.decisions import (
     BatchDecision,
     EnginesReport,
     MergeDecision,
+    NewVersion,
     PartGroups,
     PublishDecision,
     ReachReport,
     RendezvousDecision,
     RolloutDecision,
     RolloutReport,
-    UpdateDecision,
 )
 from fsbarrier.errors import UsageError
 from fsbarrier.node import Node, Port, Publication, Weights
@@ -186,7 +186,10 @@ def in_flight(ctx: Context) -> Weights | None:
     """The policy version that the update is making, which engines load while they roll out ahead (`rollout.in_flight`)."""
     if not ctx.settings.rollout.in_flight or ctx.phase.name != "update":
         return None
-    made = updated(ctx)
+    # What is rolled out ahead has the context of the next iteration, in which nothing is decided yet.
+    decided = ctx.latest("update_ready", RendezvousDecision)
+    assert decided is not None
+    made = decided.makes
     folder = ctx.named_in(ctx.paths.checkpoints, made.folder) / "model"
     return replace(served(ctx), folder=folder, policy_version=made.policy_version, policy="")
 
@@ -482,9 +485,11 @@ def probe_addresses(node: Node) -> ReachReport | None:
 
 
 def choose_address(node: Node, assign: Callable[[Context], RolloutDecision] = assigned) -> RendezvousDecision:
-    """Leader: choose the first address that all nodes that train have reached, and the trainer that all have kept, if any; and share out
-    what the others roll out meanwhile."""
+    """Leader: decide what the update makes, choose the first address that all nodes that train have reached, and the trainer that all have
+    kept, if any; and share out what the others roll out meanwhile."""
     ctx = node.context
+    version = ctx.policy_version + 1
+    makes = NewVersion(ctx.paths.checkpoint(version, ctx.generation).name, version)
     prepared = ctx.decision("batch_prepare", BatchDecision)
     reports = ctx.reports_of("update_ready", ReachReport)
     reports[ctx.leader] = ReachReport(trainer=ctx.kept)
@@ -493,7 +498,7 @@ def choose_address(node: Node, assign: Callable[[Context], RolloutDecision] = as
     reached = {rank: reports[rank].reached for rank in ctx.trainers if rank != meeting_at(ctx)}
     for address in meeting_addresses(ctx):
         if all(address in addresses for addresses in reached.values()):
-            meeting = RendezvousDecision(address, prepared.port, trainer)
+            meeting = RendezvousDecision(makes, address, prepared.port, trainer)
             if not rolls_ahead(ctx):
                 return meeting
             return replace(meeting, ahead=told(node, assign(of_next_iteration(ctx))))
@@ -515,22 +520,20 @@ def of_next_iteration(ctx: Context) -> Context:
     return replace(ctx, iteration=ctx.iteration + 1)
 
 
-def update(node: Node) -> UpdateDecision:
+def update(node: Node) -> None:
     """Every node that trains: run one multi-node torchrun, whose processes stay for the next update, or the user's own trainer command.
-    The others roll out ahead."""
+    The others roll out ahead. Once all nodes that train are done, nobody else can make the update begin again (`Phase.made_by`)."""
     ctx = node.context
     rendezvous = ctx.decision("update_ready", RendezvousDecision)
     if ctx.node_rank in ctx.trainers:
         train(node, rendezvous)
     elif rendezvous.ahead is not None:
         rollout_share(node.seeing(of_next_iteration(ctx)), rendezvous.ahead)
-    return updated(ctx)
 
 
-def updated(ctx: Context) -> UpdateDecision:
+def made_by_the_update(ctx: Context) -> NewVersion:
     """The policy version that this iteration's update makes."""
-    version = ctx.policy_version + 1
-    return UpdateDecision(ctx.paths.checkpoint(version, ctx.generation).name, version)
+    return ctx.decision("update_ready", RendezvousDecision).makes
 
 
 def train(node: Node, rendezvous: RendezvousDecision) -> None:
@@ -571,13 +574,13 @@ def train(node: Node, rendezvous: RendezvousDecision) -> None:
     )
     report = node.run(spec, replace(launch, env=env, listens=leads, devices=devices))
     if leads:
-        node.event("updated", updated(ctx), report, report.metrics)
+        node.event("updated", rendezvous.makes, report, report.metrics)
 
 
 def update_spec(ctx: Context, weights_dir: Path | None) -> UpdateSpec:
     """The spec of the trainer."""
     prepared, policy = ctx.decision("batch_prepare", BatchDecision), ctx.policy
-    made = updated(ctx)
+    made = made_by_the_update(ctx)
     return UpdateSpec(
         ctx.identity,
         batch=ctx.named_in(ctx.paths.batches, prepared.batch),
@@ -600,11 +603,11 @@ def publish_weights(node: Node) -> PublishDecision:
 
 def publication(ctx: Context) -> Publication:
     """What is published: the version that the update has made, and which others are kept."""
-    updated, kept = ctx.decision("update", UpdateDecision), ctx.settings.checkpoint
+    made, kept = made_by_the_update(ctx), ctx.settings.checkpoint
     trajectories = max(kept.keep_trajectories, ctx.settings.update.recency) if kept.keep_trajectories else 0
     return Publication(
-        folder=ctx.named_in(ctx.paths.checkpoints, updated.folder),
-        policy_version=updated.policy_version,
+        folder=ctx.named_in(ctx.paths.checkpoints, made.folder),
+        policy_version=made.policy_version,
         keep=kept.keep,
         trained_on=ctx.iteration,
         # If the trainer's processes are lost, an update continues from their last saved state, and needs these batches again.
@@ -674,7 +677,7 @@ PROGRAM = Program(
         Phase(7, "engine_stop", each=stop_engine),
         Phase(8, "batch_prepare", each=open_port, leader=prepare_batch, resume="engine_stop"),
         Phase(9, "update_ready", each=probe_addresses, leader=choose_address, resume="engine_stop"),
-        Phase(10, "update", each=update, resume="engine_stop"),
+        Phase(10, "update", each=update, resume="engine_stop", made_by="placement.update"),
         Phase(11, "weights_publish", leader=publish_weights),
         Phase(12, "engine_start", each=start_engine, ready=True),
         Phase(13, "iteration_end"),

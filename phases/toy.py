@@ -17,7 +17,6 @@ from fsbarrier.decisions import (
     RendezvousDecision,
     RolloutDecision,
     RolloutReport,
-    UpdateDecision,
 )
 from fsbarrier.loader import load_module
 from fsbarrier.node import Node
@@ -98,18 +97,17 @@ def choose_address(node: Node) -> RendezvousDecision:
     return chosen
 
 
-def update(node: Node) -> UpdateDecision:
+def update(node: Node) -> None:
     """Every node that trains works, and the first one writes a new policy version; the others roll out ahead."""
     ctx = node.context
-    made: UpdateDecision = rl.updated(ctx)
+    rendezvous = ctx.decision("update_ready", RendezvousDecision)
+    made = rendezvous.makes
     if ctx.node_rank in ctx.trainers:
-        out = ctx.paths.checkpoint(made.policy_version, ctx.generation)
+        out = ctx.named_in(ctx.paths.checkpoints, made.folder)
         written = out if ctx.node_rank == rl.meeting_at(ctx) else None
         node.run(ToyUpdate(ctx.identity, ctx.settings.toy.phase_s, written, made.policy_version))
     else:
-        ahead = ctx.decision("update_ready", RendezvousDecision).ahead
-        rollout(node.seeing(rl.of_next_iteration(ctx)), ahead)
-    return made
+        rollout(node.seeing(rl.of_next_iteration(ctx)), rendezvous.ahead)
 
 
 def publish_weights(node: Node) -> PublishDecision:

@@ -38,7 +38,7 @@ TABLE: Table[object] = Table(
         Row(ROLL_OUT, "roll_out", each=WORK, resume="assign"),
         Row(MERGE, "merge", each=WORK, leader=WORK, resume="assign"),
         Row(PROBE, "probe", each=WORK),
-        Row(UPDATE, "update", each=WORK, resume="probe"),
+        Row(UPDATE, "update", each=WORK, resume="probe", made_by="trains"),
         Row(PUBLISH, "publish", leader=WORK),
         Row(CLOSE, "close"),
     ),

@@ -21,6 +21,7 @@ from core_builders import (
     generation,
     heard,
     left_off,
+    member,
     rules,
     seen,
     sees,
@@ -195,7 +196,7 @@ ANY_STAGE = [
     ),
     Case(
         "it says nothing of a loss that it has noticed itself",
-        at_row(1, ROLL_OUT, trouble_since=NOW - 1),
+        at_row(1, ROLL_OUT, trouble_since=NOW - 1, told_lost=frozenset({member(2)})),
         sees(generation(2, (0, 1)), ledger=heard(seen(2, ago=16.0))),
         machine.enter_newer_generation,
         goes_along(generation(2, (0, 1))),

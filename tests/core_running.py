@@ -16,6 +16,7 @@ from core_builders import (
     PROBE,
     PUBLISH,
     ROLL_OUT,
+    UPDATE,
     asked_to_stop,
     at_row,
     decided,
@@ -57,8 +58,16 @@ from fsbarrier.protocol.state import (
 ASKED = answers(regroup_after=1)
 SEAL = Fact(2, 1, SEALED)
 SUSPECTED = frozenset({member(2)})
+# The journal names the losses, which were noticed just now.
+TOLD: dict[str, Any] = {"trouble_since": NOW, "told_lost": frozenset({member(2)})}
+TOLD_OF_BOTH = frozenset({member(1), member(2)})
+# Losses that the journal has, noticed just now.
+TOLD: dict[str, Any] = {"trouble_since": NOW, "told_lost": frozenset({member(2)})}
+TOLD_OF_BOTH = frozenset({member(1), member(2)})
 # Nodes 1 and 2 roll out.
 SAMPLES = Role("rollout", frozenset({1, 2}))
+# Nodes 0 and 1 train, and node 2 rolls out meanwhile.
+TRAINS = Role("trains", frozenset({0, 1}))
 # Node 1 is back, and node 2 was killed after it.
 ONE_IS_BACK: dict[str, Any] = {
     "joins": started(1, incarnation=2),
@@ -111,6 +120,7 @@ def released(value: dict[str, Any] | None = None, **fields: Any) -> View:
 
 
 HERE = at_row(1, ROLL_OUT, RowPart.ANNOUNCED)
+STOPS: dict[str, Any] = {"stop": asked_to_stop()}
 STOPPED = Verdict(0, "stopped at once, as ann@host9 asked")
 AT_START = Verdict(0, "stopped before iteration 2, as ann@host9 asked")
 ROLLED_OUT_ONLY = generation(choices={"rl_phase": "rollout"})
@@ -174,7 +184,7 @@ RUNNING_ROWS = [
     ),
     Case(
         "a member that is lost at a seal is a loss first",
-        at_row(0, ROLL_OUT, RowPart.ANNOUNCED, trouble_since=NOW),
+        at_row(0, ROLL_OUT, RowPart.ANNOUNCED, **TOLD),
         sees(leaders_fact=SEAL, arrived=ALL, ledger=heard(seen(2, ago=15.0))),
         machine.shrink_after_a_loss,
         proposes(2, (0, 1), start=(1, ASSIGN), reason=is_lost(2)),
@@ -356,7 +366,7 @@ RUNNING_ROWS = [
     ),
     Case(
         "not before it is clear whether a node was lost by it",
-        at_row(0, ROLL_OUT, trouble_since=NOW),
+        at_row(0, ROLL_OUT, **TOLD),
         sees(failed=failed(1), ledger=heard(seen(2, ago=15.0))),
         machine.shrink_after_a_loss,
         proposes(2, (0, 1), start=(1, ASSIGN), reason=is_lost(2)),
@@ -369,7 +379,7 @@ RUNNING_ROWS = [
     ),
     Case(
         "not where the failure is a loss after all",
-        at_row(0, ROLL_OUT, failed_since=NOW - 9.0, trouble_since=NOW),
+        at_row(0, ROLL_OUT, failed_since=NOW - 9.0, **TOLD),
         sees(failed=failed(1), ledger=heard(seen(2, state="left"))),
         machine.shrink_after_a_loss,
         proposes(
@@ -436,10 +446,10 @@ RUNNING_ROWS = [
     # --- a lost node
     Case(
         "who seemed to be lost was heard again: nothing is the matter",
-        at_row(1, ROLL_OUT, trouble_since=NOW - 1.0),
+        at_row(1, ROLL_OUT, **TOLD),
         sees(),
         machine.forget_a_false_alarm,
-        becomes={"trouble_since": None},
+        becomes={"trouble_since": None, "told_lost": frozenset()},
     ),
     Case(
         "the journal tells of a member that has been silent for suspect_s",
@@ -484,38 +494,50 @@ RUNNING_ROWS = [
         rules=rules(on_node_failure="wait"),
     ),
     Case(
-        "a loss is noted, and the lowest rank proposes that the others go on",
-        at_row(0, ROLL_OUT, decisions={"open": decided(1, {}), "assign": decided(1, {})}),
+        "the journal first names who is lost",
+        at_row(0, ROLL_OUT),
         sees(ledger=heard(seen(2, ago=15.0))),
-        machine.shrink_after_a_loss,
-        (
-            node_lost(lost(2, "no heartbeat for 15.0 s", age=15.0)),
-            *proposes(2, (0, 1), start=(1, ASSIGN), reason=is_lost(2), decisions={"open": decided(1, {})}),
-        ),
-        {"trouble_since": NOW},
+        machine.tell_of_the_lost,
+        (node_lost(lost(2, "no heartbeat for 15.0 s", age=15.0)),),
+        TOLD,
     ),
     Case(
-        "a higher rank notes it too, and lets the lower ones go first",
-        at_row(1, ROLL_OUT),
+        "and whoever is lost after that, too",
+        at_row(0, ROLL_OUT, **TOLD),
+        sees(ledger=heard(seen(1, ago=15.0), seen(2, ago=19.0))),
+        machine.tell_of_the_lost,
+        (node_lost(lost(1, "no heartbeat for 15.0 s", age=15.0)),),
+        {"told_lost": TOLD_OF_BOTH},
+    ),
+    Case(
+        "then the lowest rank proposes that the others go on",
+        at_row(0, ROLL_OUT, decisions={"open": decided(1, {}), "assign": decided(1, {})}, **TOLD),
         sees(ledger=heard(seen(2, ago=15.0))),
         machine.shrink_after_a_loss,
-        (node_lost(lost(2, "no heartbeat for 15.0 s", age=15.0)),),
-        {"trouble_since": NOW},
+        proposes(2, (0, 1), start=(1, ASSIGN), reason=is_lost(2), decisions={"open": decided(1, {})}),
+    ),
+    Case(
+        "a higher rank lets the lower ones go first",
+        at_row(1, ROLL_OUT, suspected=SUSPECTED, **TOLD),
+        sees(ledger=heard(seen(2, ago=15.0))),
+        None,
     ),
     Case(
         "a rank below it that is lost itself has no turn; the next lowest leads",
-        at_row(1, ROLL_OUT, generation=generation(failures=failures(2))),
+        at_row(
+            1,
+            ROLL_OUT,
+            generation=generation(failures=failures(2)),
+            trouble_since=NOW,
+            told_lost=frozenset({member(0)}),
+        ),
         sees(ledger=heard(seen(0, ago=15.0))),
         machine.shrink_after_a_loss,
-        (
-            node_lost(lost(0, "no heartbeat for 15.0 s", age=15.0)),
-            *proposes(2, (1, 2), start=(1, ASSIGN), reason=is_lost(0), created_by=1, failures=failures(2)),
-        ),
-        {"trouble_since": NOW},
+        proposes(2, (1, 2), start=(1, ASSIGN), reason=is_lost(0), created_by=1, failures=failures(2)),
     ),
     Case(
         "those who are left are just enough",
-        at_row(0, ROLL_OUT, trouble_since=NOW),
+        at_row(0, ROLL_OUT, **TOLD),
         sees(ledger=heard(seen(2, ago=15.0))),
         machine.shrink_after_a_loss,
         proposes(2, (0, 1), start=(1, ASSIGN), reason=is_lost(2)),
@@ -523,7 +545,7 @@ RUNNING_ROWS = [
     ),
     Case(
         "those who are left are too few: the run ends",
-        at_row(0, ROLL_OUT, trouble_since=NOW),
+        at_row(0, ROLL_OUT, **TOLD),
         sees(ledger=heard(seen(2, ago=15.0))),
         machine.shrink_after_a_loss,
         proposes(
@@ -537,41 +559,37 @@ RUNNING_ROWS = [
     ),
     Case(
         "with `abort` a loss ends the run",
-        at_row(0, ROLL_OUT),
+        at_row(0, ROLL_OUT, **TOLD),
         sees(ledger=heard(seen(2, ago=15.0))),
         machine.abort_after_a_loss,
-        (
-            node_lost(lost(2, "no heartbeat for 15.0 s", age=15.0)),
-            *proposes(
-                2,
-                (0, 1),
-                start=(1, ASSIGN),
-                reason=is_lost(2),
-                verdict=Verdict(5, f"{is_lost(2)}; --on-node-failure abort ends the run"),
-            ),
+        proposes(
+            2,
+            (0, 1),
+            start=(1, ASSIGN),
+            reason=is_lost(2),
+            verdict=Verdict(5, f"{is_lost(2)}; --on-node-failure abort ends the run"),
         ),
-        {"trouble_since": NOW},
         rules=rules(on_node_failure="abort"),
     ),
     Case(
-        "with `wait` it is noted, and the barrier holds",
+        "with `wait` the journal says that the row waits",
         at_row(0, ROLL_OUT),
         sees(ledger=heard(seen(2, ago=15.0))),
-        machine.wait_for_the_lost,
+        machine.tell_of_the_lost,
         (node_lost(lost(2, "no heartbeat for 15.0 s", age=15.0), waiting=True),),
-        {"trouble_since": NOW},
+        TOLD,
         rules=rules(on_node_failure="wait"),
     ),
     Case(
         "it holds until rejoin_timeout_s is over",
-        at_row(0, ROLL_OUT, trouble_since=NOW - 89.9, suspected=SUSPECTED),
+        at_row(0, ROLL_OUT, suspected=SUSPECTED, **{**TOLD, "trouble_since": NOW - 89.9}),
         sees(ledger=heard(seen(2, ago=99.0))),
         None,
         rules=rules(on_node_failure="wait"),
     ),
     Case(
         "then the run ends",
-        at_row(0, ROLL_OUT, trouble_since=NOW - 90.0),
+        at_row(0, ROLL_OUT, **{**TOLD, "trouble_since": NOW - 90.0}),
         sees(ledger=heard(seen(2, ago=99.0))),
         machine.wait_for_the_lost,
         proposes(
@@ -585,7 +603,7 @@ RUNNING_ROWS = [
     ),
     Case(
         "it goes on with all once the lost one waits to be taken in",
-        at_row(0, ROLL_OUT, trouble_since=NOW - 20.0),
+        at_row(0, ROLL_OUT, **{**TOLD, "trouble_since": NOW - 20.0}),
         sees(joins=started(2, incarnation=2), ledger=heard(seen(2, incarnation=2, state=JOINING))),
         machine.wait_for_the_lost,
         proposes(2, start=(1, ASSIGN), restarted={2: 2}, reason=is_lost(2, "restarted as incarnation 2")),
@@ -595,7 +613,7 @@ RUNNING_ROWS = [
         "where nobody is left that holds a role, the others wait, and say so",
         at_row(0, ROLL_OUT),
         sees(ledger=heard(seen(1, ago=15.0), seen(2, ago=15.0))),
-        machine.wait_for_the_lost,
+        machine.tell_of_the_lost,
         (
             node_lost(
                 lost(1, "no heartbeat for 15.0 s", age=15.0),
@@ -603,12 +621,12 @@ RUNNING_ROWS = [
                 waiting=True,
             ),
         ),
-        {"trouble_since": NOW},
+        {"trouble_since": NOW, "told_lost": TOLD_OF_BOTH},
         rules=rules(roles_of=partial(holding, SAMPLES)),
     ),
     Case(
         "they go on with one of those that hold it, without the other",
-        at_row(0, ROLL_OUT, trouble_since=NOW - 20.0),
+        at_row(0, ROLL_OUT, trouble_since=NOW - 20.0, told_lost=TOLD_OF_BOTH),
         sees(**ONE_IS_BACK),
         machine.wait_for_the_lost,
         proposes(
@@ -622,7 +640,13 @@ RUNNING_ROWS = [
     ),
     Case(
         "and with one that was no member any more",
-        at_row(0, ROLL_OUT, trouble_since=NOW - 20.0, generation=generation(1, (0, 2))),
+        at_row(
+            0,
+            ROLL_OUT,
+            trouble_since=NOW - 20.0,
+            told_lost=TOLD_OF_BOTH,
+            generation=generation(1, (0, 2)),
+        ),
         sees(generation(1, (0, 2)), **ONE_IS_BACK),
         machine.wait_for_the_lost,
         proposes(2, (0, 1), start=(1, ASSIGN), restarted={1: 2}, reason=is_lost(2, "its daemon was killed")),
@@ -631,7 +655,7 @@ RUNNING_ROWS = [
     *(
         Case(
             f"not with one where {what}",
-            at_row(0, ROLL_OUT, trouble_since=NOW - 20.0),
+            at_row(0, ROLL_OUT, trouble_since=NOW - 20.0, told_lost=TOLD_OF_BOTH),
             sees(**ONE_IS_BACK),
             None,
             rules=rules(roles_of=partial(holding, role), min_nodes=least),
@@ -640,6 +664,96 @@ RUNNING_ROWS = [
             ("two must hold it together", replace(SAMPLES, least=2), 1),
             ("--min-nodes asks for more", SAMPLES, 3),
         )
+    ),
+    # --- a row whose result some members make
+    Case(
+        "who is lost there does not end the work of those who make it: they finish it first",
+        at_row(0, UPDATE),
+        sees(ledger=heard(seen(2, ago=15.0)), arrived=frozenset({1})),
+        machine.tell_of_the_lost,
+        (node_lost(lost(2, "no heartbeat for 15.0 s", age=15.0, phase=UPDATE), finishing=True),),
+        TOLD,
+        rules=rules(roles_of=partial(holding, TRAINS)),
+    ),
+    *(
+        Case(
+            f"nobody answers the loss until then, also {how}",
+            at_row(1, UPDATE, RowPart.ANNOUNCED, suspected=frozenset({gone}), told_lost=frozenset({gone})),
+            sees(ledger=heard(seen(gone.rank, ago=15.0)), arrived=arrived, **more),
+            None,
+            rules=rules(roles_of=partial(holding, role), on_node_failure=policy),
+        )
+        for how, gone, arrived, role, policy, more in (
+            ("with `wait`", member(2), {1}, TRAINS, "wait", {}),
+            ("of the leader, who was done", member(0), {0}, Role("trains", frozenset({0, 2})), "shrink", {}),
+            ("if somebody asks to stop", member(0), {1}, Role("trains", frozenset({1, 2})), "wait", STOPS),
+        )
+    ),
+    Case(
+        "once they are all done, the next generation takes what they have made",
+        at_row(2, UPDATE, trouble_since=NOW - 9.0, told_lost=frozenset({member(0), member(1)})),
+        sees(ledger=heard(seen(0, ago=15.0), seen(1, ago=15.0)), arrived=frozenset({0, 1})),
+        machine.shrink_after_a_loss,
+        proposes(
+            2,
+            (2,),
+            start=(1, PUBLISH),
+            reason=f"{is_lost(0, phase=UPDATE)}; {is_lost(1, phase=UPDATE)}",
+            created_by=2,
+        ),
+        rules=rules(roles_of=partial(holding, replace(TRAINS, least=0))),
+    ),
+    Case(
+        "if one of them is lost in the middle, it is made again",
+        at_row(0, UPDATE, **TOLD),
+        sees(ledger=heard(seen(2, ago=15.0)), arrived=frozenset({0, 1})),
+        machine.shrink_after_a_loss,
+        proposes(2, (0, 1), start=(1, PROBE), reason=is_lost(2, phase=UPDATE)),
+    ),
+    Case(
+        "and if a seal has the name of the leader's fact",
+        at_row(1, UPDATE, RowPart.ANNOUNCED, trouble_since=NOW, told_lost=frozenset({member(0)})),
+        sees(ledger=heard(seen(0, ago=15.0)), arrived=frozenset({0, 1}), leaders_fact=SEAL),
+        machine.shrink_after_a_loss,
+        proposes(2, (1, 2), start=(1, PROBE), reason=is_lost(0, phase=UPDATE), created_by=1),
+        rules=rules(roles_of=partial(holding, TRAINS)),
+    ),
+    Case(
+        "the last one to be done first says so",
+        at_row(0, UPDATE, **TOLD),
+        sees(ledger=heard(seen(2, ago=15.0)), work=worked(RowPart.EACH)),
+        machine.finish_the_work,
+        publishes(0, work_s=2.0),
+        {"part": RowPart.ANNOUNCED, "work_s": 2.0},
+    ),
+    Case(
+        "a program that fails beside them does not end their work",
+        at_row(0, UPDATE),
+        sees(failed=failed(2), arrived=frozenset({1})),
+        None,
+        rules=rules(roles_of=partial(holding, TRAINS)),
+    ),
+    Case(
+        "it is answered once they are done",
+        at_row(0, UPDATE, RowPart.ANNOUNCED, failed_since=NOW - 8.0),
+        sees(failed=failed(2), arrived=frozenset({0, 1})),
+        machine.try_again_after_a_failure,
+        proposes(
+            2,
+            start=(1, PUBLISH),
+            reason=f"again: node 2 (host2), {place(UPDATE)}: no memory",
+            failures=(FailedProgram(1, 2, UPDATE, "no memory"),),
+        ),
+        rules=rules(roles_of=partial(holding, TRAINS)),
+    ),
+    Case(
+        "but a failure among them is one of the attempt",
+        at_row(0, UPDATE),
+        sees(failed=failed(1)),
+        machine.end_work_after_a_failure,
+        (CancelWork(),),
+        {"failed_since": NOW},
+        rules=rules(roles_of=partial(holding, TRAINS)),
     ),
     Case(
         "a request to stop ends what waits for a lost node, since the iteration would not end",
@@ -709,7 +823,7 @@ RUNNING_ROWS = [
     ),
     Case(
         "the next start of a member takes its place only when that is answered as a loss",
-        at_row(0, OPEN, RowPart.NONE, trouble_since=NOW),
+        at_row(0, OPEN, RowPart.NONE, **TOLD),
         sees(joins=started(2, incarnation=2), ledger=heard(seen(2, incarnation=2, state=JOINING))),
         machine.shrink_after_a_loss,
         proposes(2, (0, 1), reason="node 2 (host2) is lost: restarted as incarnation 2"),

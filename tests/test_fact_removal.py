@@ -16,10 +16,11 @@ from fsbarrier.coordination.resume import LastGeneration
 from fsbarrier.coordination.row_watch import RowWatch
 from fsbarrier.group.collective import Collective
 from fsbarrier.group.member import make_member
+from fsbarrier.loader import load_program
 from fsbarrier.program import PHASE_NAMES, RL_SLICES, Program
 from fsbarrier.protocol.facts import SEALED, Fact, Generation, Join, Member, Position, Record
 from fsbarrier.protocol.membership import Limits
-from fsbarrier.protocol.state import Entered, ResumePoint, Rules
+from fsbarrier.protocol.state import Entered, ResumePoint, Role, Rules
 from fsbarrier.rundir.names import FACT
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
@@ -221,8 +222,8 @@ class Old(PosixStore):
 class Left:
     """What a generation of nodes 0 (the leader) and 1 left."""
 
-    def __init__(self, folder: Path, store: PosixStore, **more: Any) -> None:
-        self.observer = observer(folder, store, RULES_OF_RL.table)
+    def __init__(self, folder: Path, store: PosixStore, rules: Rules = RULES_OF_RL, **more: Any) -> None:
+        self.rules, self.observer = rules, observer(folder, store, rules.table)
         members = (Member(0, 1), Member(1, 1))
         generation = Generation(1, members, 0, Position(1, 0), "start", **more)
         store.create(self.observer.paths.generation(1), generation)
@@ -237,7 +238,7 @@ class Left:
     def resume_point(self, seal: Fact | None = SEAL) -> ResumePoint:
         """Where it was left, after as many looks as that takes."""
         last = LastGeneration(self.observer)
-        while (found := last.resume_point(RULES_OF_RL, 1.0, seal)) is None:
+        while (found := last.resume_point(self.rules, 1.0, seal)) is None:
             pass
         return found
 
@@ -267,6 +268,20 @@ def test_a_row_whose_facts_are_all_to_be_seen_was_passed(tmp_path: Path) -> None
     assert left.resume_point().position == Position(1, 1)
     left.publish(1, 1)  # too late: the leader's is a seal
     assert left.resume_point().position == Position(1, 1) == left.resume_point(None).position
+
+
+def test_an_update_that_those_who_train_had_finished_is_not_begun_again(tmp_path: Path) -> None:
+    """I4. The next session publishes it by the name in the last decision. A seal in place of the leader's fact does not count as one."""
+    for number, (trains, done, goes_on_at) in enumerate(
+        (({1}, (1,), 11), ({1}, (), 7), ({0, 1}, (1,), 7), ({0, 1}, (0, 1), 11))
+    ):
+        roles = [Role("placement.update", frozenset(trains))]
+        rules = Rules(load_program("rl"), 2, roles_of=lambda settings, roles=roles: roles)
+        left = Left(tmp_path / str(number), PosixStore(), rules)
+        for phase in range(10):
+            left.publish(phase, 0, 1)
+        left.publish(10, *done)
+        assert left.resume_point().position == Position(1, goes_on_at), (trains, done)
 
 
 def test_a_run_that_was_finished_needs_no_seal(tmp_path: Path) -> None:

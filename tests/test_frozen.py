@@ -233,8 +233,8 @@ def test_a_lost_node_takes_its_engines_along() -> None:
     }
     placed = {"placement.rollout": "node:0", "placement.update": "all", "num_nodes": 3}
     assert roles(0, Settings(engines=engines), placed) == [
-        Role("placement.rollout=node:0", frozenset({0})),
-        Role("placement.wise=node:1", frozenset({1})),
+        Role("placement.rollout", frozenset({0}), asked="=node:0"),
+        Role("placement.wise", frozenset({1}), asked="=node:1"),
     ]
 
 
@@ -242,8 +242,8 @@ def test_a_lost_node_takes_its_engines_along() -> None:
 def test_an_engine_over_nodes_needs_as_many_of_them(ranges: str, holders: set[int]) -> None:
     began = Settings().with_values({"engine.nodes": 2, "engine.tensor_parallel_size": 2})
     placed = {"placement.rollout": ranges, "placement.update": "all", "num_nodes": 3}
-    name = f"placement.rollout={ranges} for engine.nodes=2"
-    assert roles(0, began, placed) == [Role(name, frozenset(holders), 2)]
+    asked = f"={ranges} for engine.nodes=2"
+    assert roles(0, began, placed) == [Role("placement.rollout", frozenset(holders), 2, asked)]
 
 
 @pytest.mark.parametrize(

@@ -213,6 +213,14 @@ def test_a_change_is_noticed(world: World, number: str, change: Callable[[Histor
     assert number in {violation.number for violation in check(world)}
 
 
+def test_an_update_that_is_made_again_is_noticed() -> None:
+    world = prepare("nodes 3\nwhen node 2 enters weights_publish: kill node 2")
+    world.run()
+    assert check(world) == []
+    generation(world.history, 2, lambda record: replace(record, start=Position(1, 7)))
+    assert "I19" in {violation.number for violation in check(world)}
+
+
 def test_a_stop_at_the_safe_point_is_noticed_elsewhere() -> None:
     world = prepare("nodes 3\nwhen node 0 enters train_aggregate: ask to stop at once")
     world.run()

@@ -154,7 +154,10 @@ def test_a_member_that_came_back_as_another_start_was_lost_too() -> None:
     [
         (at_row(0, MERGE), generation(2)),  # nobody is lost
         (at_row(0, MERGE), generation(2, (0, 1, 2, 3))),  # one came
-        (at_row(0, MERGE, trouble_since=NOW), generation(2, (0, 1))),  # this node has told it already
+        (
+            at_row(0, MERGE, told_lost=frozenset({member(2)})),
+            generation(2, (0, 1)),
+        ),  # this node has told it already
         (waiting(0), generation(2, (0, 1))),  # it was in no generation
     ],
 )

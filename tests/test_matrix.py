@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from cluster import Cluster, all_gone, assert_exactly_once, leftovers, rolled_out_twice
 from test_placement import APART, versions
+from waiting import until
 
 from fsbarrier.program import PHASE_NAMES
 
@@ -129,6 +130,54 @@ def test_a_role_comes_back_whose_holders_are_all_killed(
         cluster.start(*back)
         left = {rank: 0 for rank in (0, *back)}
         assert cluster.wait(*left) == left, cluster.said_by_all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("victim", "trainer", "after", "back"),
+    [(1, 0, False, False), (1, 0, True, False), (0, 2, False, False), (0, 0, True, True)],
+    ids=[
+        "a sampler while another node trains",
+        "a sampler after that",
+        "the leader, which does not train",
+        "the only trainer after it was done",
+    ],
+)
+def test_an_update_is_made_once_whoever_is_struck(
+    tmp_path: Path, victim: int, trainer: int, after: bool, back: bool
+) -> None:
+    """I4, I19. Only the node that trains could make it begin again, before it is done. The others are in the middle of their rollout."""
+    samplers = ",".join(str(rank) for rank in range(3) if rank != trainer)
+    # Node 0 takes `hold_s`, the others `others_s`.
+    seconds = (
+        {"custom.hold_s": 3, "custom.others_s": 90}
+        if trainer == 0
+        else {"custom.hold_s": 90, "custom.others_s": 3}
+    )
+    flags = ("--iterations", "2", *QUICK, "rollout.ahead=1", "custom.hold=10")
+    flags += (f"placement.rollout=node:{samplers}", f"placement.update=node:{trainer}")
+    flags += tuple(f"{name}={value}" for name, value in seconds.items())
+    with Cluster(tmp_path, 3, *flags, program=str(HELD)) as cluster:
+        cluster.start()
+        cluster.beating(victim, lambda beat: (beat.iteration, beat.phase) == (1, 10))
+        if after:
+            fact = f"coordination/gen-000001/p10-update/iter-000001.node-{trainer:04d}.done"
+            until((cluster.log_path / fact).exists, cluster.said_by_all)
+        cluster.kill(victim)
+        if back:
+            cluster.wait_for(lambda e: e["event"] == "node_lost" and e.get("waiting") is True)
+            cluster.start(victim)
+        left = {rank: 0 for rank in range(3) if back or rank != victim}
+        assert cluster.wait(*left) == left, cluster.said_by_all()
+        events = cluster.events()
+    goes_on = [e for e in events if (e["event"], e["generation"]) == ("generation_started", 2)]
+    assert {(e["iteration"], e["phase_name"]) for e in goes_on} == {(1, "weights_publish")}
+    published = [e["folder"] for e in events if e["event"] == "weights_published"]
+    assert published[0] == "policy-000001.g0001", "what was made in the first generation"
+    lost = [e for e in events if e["event"] == "node_lost"]
+    assert {e.get("finishing", False) for e in lost} == {not after}
+    if not after:
+        assert "the others first finish the update" in cluster.said_by_all()
 
 
 @pytest.mark.slow

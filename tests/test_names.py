@@ -98,10 +98,10 @@ def readers(said: str) -> dict[str, Callable[[], object]]:
     named = said.format
     decision = {"wanted": [1, 2], "shares": {"0": [2], "1": []}, "fixed_shares": ""}
     adopted = [{"name": named("part"), "valid_bytes": 10, "tasks": [1]}]
-    ready = {"master_addr": "127.0.0.1", "master_port": 1, "trainer": ""}
+    makes = {"folder": named(POLICY), "policy_version": 3}
+    made = decided("update_ready", makes=makes, master_addr="127.0.0.1", master_port=1, trainer="")
     merged = decided("train_aggregate", merged=named("merged"), earlier=[named("merged")])
-    made = decided("update", folder=named(POLICY), policy_version=3)
-    batch = {**decided("batch_prepare", batch=named("batch"), port=1), **decided("update_ready", **ready)}
+    batch = {**decided("batch_prepare", batch=named("batch"), port=1), **made}
 
     def parts(adopted: list[dict[str, Any]], report: dict[str, Any]) -> list[str]:
         assigned = decided("train_assign", **decision, adopted=adopted)

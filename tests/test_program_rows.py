@@ -49,6 +49,22 @@ def test_a_generation_cannot_go_on_in_a_later_row(resume: str) -> None:
         Table("mine", rows)
 
 
+@pytest.mark.parametrize(
+    ("row", "last"),
+    [
+        (Row(1, "b", made_by="placement.update"), "c"),
+        (Row(1, "b", each="work", leader="work", made_by="placement.update"), "c"),
+        (Row(1, "b", each="work", made_by="placement.update"), "b"),
+    ],
+    ids=["without work for each", "with work for the leader", "the last of a slice"],
+)
+def test_a_row_with_makers_has_work_for_each_and_a_row_behind_it(row: Row[str], last: str) -> None:
+    rows = (Row(0, "a"), row, Row(2, "c"))
+    said = "program mine, b: made_by='placement.update' needs a phase with work for each member"
+    with pytest.raises(UsageError, match=said):
+        Table("mine", rows, (Slice("part", "a", last, result="a"),))
+
+
 @pytest.mark.parametrize("names", [("x", "b", "b"), ("a", "x", "b"), ("a", "b", "x"), ("x", "b", "y")])
 def test_a_slice_names_rows(names: tuple[str, str, str]) -> None:
     with pytest.raises(UsageError, match="program mine, slice part: no row is called 'x'"):

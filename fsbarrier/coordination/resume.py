@@ -13,7 +13,7 @@ generation, the seal is of no use, but does no harm either: the next generation'
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,6 +42,7 @@ class LastGeneration:
         generation = self.observer.newest
         if generation is None:
             return ResumePoint(Position(1, rules.span({})[0]), at=now, sealed=True)
+        rules = rules.under(generation.settings)
         past = _PastGeneration(self.observer, rules, generation, *rules.span(generation.choices), self._facts)
         try:
             point = self._where_it_was_left(past, now, seal)
@@ -65,7 +66,9 @@ class LastGeneration:
             reached = past.after(reached)
             if reached.phase == past.first:
                 break
-        resumed = max(past.first, past.rules.table.resume_index(past.row(reached)))
+        row = past.row(reached)
+        resumed = row.index + 1 if past.result_is_there(reached) else past.rules.table.resume_index(row)
+        resumed = max(past.first, resumed)
         position = Position(reached.iteration, resumed)
         span = past.first, past.last
         return ResumePoint(position, decisions, past.generation.number, now, span, sealed=seal is not None)
@@ -189,6 +192,16 @@ class _PastGeneration:
 
     def all_done(self, position: Position) -> bool:
         """Whether all members are done with the row and it has no seal, so it was passed or the living members will pass it."""
+        return self._are_done(position, self.generation.ranks)
+
+    def result_is_there(self, position: Position) -> bool:
+        """Whether the row has makers (`Row.made_by`) and all of them are done."""
+        makers = self.rules.makers(self.row(position), self.generation.ranks)
+        return bool(makers) and self._are_done(position, makers)
+
+    def _are_done(self, position: Position, ranks: Collection[int]) -> bool:
+        """Whether these members are done with the row. If the leader is among them, its fact must be no seal."""
         names = set(self.observer.store.names(self.observer.row.row_dir(self.generation.number, position)))
-        done = all(FACT.build(position.iteration, rank, "done") in names for rank in self.generation.ranks)
-        return done and (self.rules.table.transient or self.fact(position).status != SEALED)
+        done = all(FACT.build(position.iteration, rank, "done") in names for rank in ranks)
+        sealable = self.generation.leader in ranks and not self.rules.table.transient
+        return done and not (sealable and self.fact(position).status == SEALED)

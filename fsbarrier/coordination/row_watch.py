@@ -28,7 +28,7 @@ class RowListing:
     names: list[str] | None = None
     arrived: frozenset[int] = frozenset()
     failed: Mapping[int, Fact] = field(default_factory=dict)
-    #: the leader's fact, once all members are done
+    #: the leader's fact, once all members are done; in a row with makers (`Row.made_by`), once it is there
     leaders_fact: Fact | None = None
 
     @classmethod
@@ -77,9 +77,12 @@ class RowWatch:
             # A member has passed this row, which is the last one. So all facts exist, even if a stale listing does not show them yet.
             self.news = True
             row.arrived = frozenset(generation.ranks)
-        row.leaders_fact = None
-        if node.part is RowPart.ANNOUNCED and len(row.arrived) == len(generation.members):
-            self.news = True
+        passed = node.part is RowPart.ANNOUNCED and len(row.arrived) == len(generation.members)
+        self.news = self.news or passed
+        # In a row with makers, a node must know at once whether the name is that of a seal (Situation.unfinished).
+        if not passed and not (self.table.rows[position.phase].made_by and generation.leader in row.arrived):
+            row.leaders_fact = None
+        elif row.leaders_fact is None:
             leader, path = generation.leader, row.directory / fact_name(position.iteration, generation.leader)
             # A fact that cannot be sealed is not read, nor is it read if this node has created it itself.
             if self.table.transient:

@@ -48,7 +48,7 @@ def roles(accelerators: int, began: Settings, current: Payload) -> list[Role]:
         if spans > 1 or not ranges.everything:
             holders = frozenset(ranges.holders(nodes, accelerators))
             asked = f" for engine.nodes={spans}" if spans > 1 else ""
-            limited.append(Role(f"{name}={text}{asked}", holders, spans))
+            limited.append(Role(name, holders, spans, f"={text}{asked}"))
     return limited
 
 

@@ -399,7 +399,7 @@ def stop_when_asked(situation: Situation) -> Step | None:
         when = "at once"
     elif situation.position.phase == situation.span[0]:
         when = f"before iteration {iteration}"
-    elif situation.gone and situation.halted:
+    elif situation.answers_a_loss and situation.halted:
         lost = ", ".join(f"node {loss.member.rank}" for loss in situation.gone)
         when = f"in iteration {iteration}, which waits for {lost}"
     else:
@@ -415,7 +415,7 @@ def go_on_behind_a_seal(situation: Situation) -> Step | None:
     The seal has the name of the leader's fact about this row, so nobody can pass the row any more (coordination/resume.py).
     """
     seal = situation.seal
-    if seal is None or situation.gone:
+    if seal is None or situation.gone or situation.result_is_coming:
         return None
     if situation.node.trouble_since is None:
         return replace(situation.node, trouble_since=situation.now), NOTHING
@@ -451,13 +451,17 @@ def release(situation: Situation) -> Step | None:
         # The first row of an iteration does not begin yet: a stop may take effect there, and the leader may admit nodes.
         following = Position(position.iteration + 1, first_row)
         part, actions = RowPart.NONE, NOTHING
-    moved = replace(node, position=following, part=part, result={}, work_s=0.0, trouble_since=None)
+    moved = replace(
+        node, position=following, part=part, result={}, work_s=0.0, trouble_since=None, told_lost=frozenset()
+    )
     return moved, (*passed, Entered(following, generation), *actions)
 
 
 def end_work_after_a_failure(situation: Situation) -> Step | None:
-    """A member's program failed, so this attempt is over on all nodes: cancel this node's work."""
-    if not situation.view.failed or situation.node.failed_since is not None or situation.gone:
+    """A member's program failed, so this attempt is over on all nodes: cancel this node's work. If that member does not make the row's
+    result, those who do are done first."""
+    failed, node = situation.view.failed, situation.node
+    if not failed or node.failed_since is not None or situation.gone or situation.result_is_coming:
         return None
     return replace(situation.node, failed_since=situation.now), (CancelWork(),)
 
@@ -484,7 +488,26 @@ def forget_a_false_alarm(situation: Situation) -> Step | None:
     """A member that seemed lost has a new heartbeat: carry on."""
     if situation.node.trouble_since is None or situation.gone or situation.seal is not None:
         return None
-    return replace(situation.node, trouble_since=None), NOTHING
+    return replace(situation.node, trouble_since=None, told_lost=frozenset()), NOTHING
+
+
+def tell_of_the_lost(situation: Situation) -> Step | None:
+    """Members are lost: the journal names them, before another rule answers that.
+
+    If they do not make this row's result, or were done with it, the others answer only once it is there. Example: a node that rolls out
+    ahead dies while other nodes train; they train to the end, and the next generation publishes what they have made.
+    """
+    node = situation.node
+    new = [loss for loss in situation.gone if loss.member not in node.told_lost]
+    if not new:
+        return None
+    fields: dict[str, object] = {"lost": lost_as_fields(situation, new)}
+    if situation.rules.on_node_failure != "abort" and situation.result_is_coming:
+        fields["finishing"] = True
+    elif situation.halted and not situation.comeback:
+        fields["waiting"] = True
+    told = frozenset(loss.member for loss in situation.gone)
+    return replace(node, told_lost=told, trouble_since=situation.trouble_since), (Note("node_lost", fields),)
 
 
 def abort_after_a_loss(situation: Situation) -> Step | None:
@@ -498,14 +521,11 @@ def abort_after_a_loss(situation: Situation) -> Step | None:
 def wait_for_the_lost(situation: Situation) -> Step | None:
     """A member is lost: with `--on-node-failure wait` the others wait until it is back, and if too few nodes hold a role, until joining
     nodes hold it."""
-    if not situation.gone or not situation.halted:
+    if not situation.answers_a_loss or not situation.halted:
         return None
     if situation.comeback:
         return _answer_the_loss(situation, situation.comeback)
-    if situation.node.trouble_since is None:
-        fields = {"lost": lost_as_fields(situation, situation.gone), "waiting": True}
-        return replace(situation.node, trouble_since=situation.now), (Note("node_lost", fields),)
-    if situation.now - situation.node.trouble_since < situation.rules.limits.rejoin_timeout_s:
+    if situation.now - situation.trouble_since < situation.rules.limits.rejoin_timeout_s:
         return None
     lacking = situation.rules.lacks_role([member.rank for member in situation.living])
     late = f"not back within {situation.rules.limits.rejoin_timeout_s:g} s"
@@ -515,7 +535,7 @@ def wait_for_the_lost(situation: Situation) -> Step | None:
 
 def shrink_after_a_loss(situation: Situation) -> Step | None:
     """A member is lost, and the run goes on with the others if at least `--min-nodes` are left."""
-    if situation.rules.on_node_failure != "shrink" or not situation.gone or situation.halted:
+    if situation.rules.on_node_failure != "shrink" or not situation.answers_a_loss or situation.halted:
         return None
     lacking = situation.rules.lacks([member.rank for member in situation.living])
     why = f"{lost_as_text(situation, situation.gone)}; {lacking}"
@@ -526,15 +546,11 @@ def shrink_after_a_loss(situation: Situation) -> Step | None:
 def _answer_the_loss(
     situation: Situation, members: Sequence[Member], verdict: Verdict | None = None
 ) -> Step | None:
-    """Propose that the run goes on with `members`, or ends with `verdict`. The journal gets one line about the loss."""
+    """Propose that the run goes on with `members`, or ends with `verdict`."""
     reason = lost_as_text(situation, situation.gone)
     failures = failures_so_far(situation.generation, situation.position)
     proposal = successor(situation, members, reason, verdict=verdict, failures=failures)
-    if situation.node.trouble_since is not None:
-        return _propose_in_turn(situation, proposal, situation.node.trouble_since)
-    lost = Note("node_lost", {"lost": lost_as_fields(situation, situation.gone)})
-    _, actions = _propose_in_turn(situation, proposal, situation.now) or (situation.node, NOTHING)
-    return replace(situation.node, trouble_since=situation.now), (lost, *actions)
+    return _propose_in_turn(situation, proposal, situation.trouble_since)
 
 
 def _propose_in_turn(situation: Situation, proposal: Generation, since: float) -> Step | None:
@@ -670,6 +686,7 @@ RUN_ANSWERS: tuple[Rule, ...] = (
     end_work_after_a_failure,
     try_again_after_a_failure,
     forget_a_false_alarm,
+    tell_of_the_lost,
     abort_after_a_loss,
     wait_for_the_lost,
     shrink_after_a_loss,

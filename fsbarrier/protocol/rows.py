@@ -32,6 +32,9 @@ class Row(Generic[Work_co]):
     leader: Work_co | None = None
     #: the row where a new generation resumes if it interrupts this one; "": this row
     resume: str = ""
+    #: the role (`Role.name`) whose holders make this row's result; "": the row is done again whoever is lost in it. Once all of them have
+    #: published "done", a generation that interrupts the row begins with the next one.
+    made_by: str = ""
     #: a node does this work before it asks the nodes at work to admit it, so that they need not wait for it
     ready: bool = False
 
@@ -85,6 +88,12 @@ class Table(Generic[Work_co]):
             if row.resume and indices.get(row.resume, len(indices)) > row.index:
                 raise UsageError(
                     f"program {self.name}, {row.name}: resume={row.resume!r} is not this or an earlier phase"
+                )
+            last = row.index == len(self.rows) - 1 or row.name in [part.last for part in self.slices]
+            if row.made_by and (row.each is None or row.leader is not None or last):
+                raise UsageError(
+                    f"program {self.name}, {row.name}: made_by={row.made_by!r} needs a phase with work for each member, none for the "
+                    "leader, and a phase behind it"
                 )
         ends = [row.name for row in self.rows[first_closing:]]
         closing = [row.name for row in self.closing]

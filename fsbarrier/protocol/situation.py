@@ -211,6 +211,42 @@ class Situation:
             )
         return [] if self.rules.lacks(available.keys()) else [*available.values()]
 
+    # --- the result of the row ---
+
+    @cached_property
+    def makers(self) -> frozenset[int]:
+        """The members whose work makes this row's result (`Row.made_by`)."""
+        return self.rules.makers(self.row, self.generation.ranks)
+
+    @cached_property
+    def unfinished(self) -> frozenset[int]:
+        """The makers that are not done. A seal has the name of the leader's fact, but the leader is not done."""
+        sealed = {self.generation.leader} if self.seal is not None else set()
+        return self.makers - (self.view.arrived - sealed)
+
+    @property
+    def result_is_there(self) -> bool:
+        """Whether all makers are done, so that nobody need do this row again."""
+        return bool(self.makers) and not self.unfinished
+
+    @property
+    def result_is_coming(self) -> bool:
+        """Whether the makers that are not done can still be done: none of them is lost or has failed, and none is the leader behind a seal.
+
+        While this node's own work has a report, the row is not listed: the node first publishes its fact.
+        """
+        work, leader = self.view.work, self.generation.leader
+        if work is not None:
+            return bool(self.makers) and (work.ok or self.node.rank not in self.makers)
+        stopped = {*self.view.failed, *(loss.member.rank for loss in self.gone)}
+        stopped |= {leader} if self.seal is not None else set()
+        return bool(self.unfinished) and self.unfinished.isdisjoint(stopped)
+
+    @property
+    def answers_a_loss(self) -> bool:
+        """Whether members are lost, and this row's result does not come without them."""
+        return bool(self.gone) and not self.result_is_coming
+
     # --- how long ---
 
     @property
@@ -290,12 +326,13 @@ def _why(situation: Situation, loss: Loss) -> str:
 def found_by_others(situation: Situation, newest: Generation) -> list[Loss]:
     """The members that a newer generation left out, if this node had not noticed a loss itself."""
     node, view = situation.node, situation.view
-    if node.generation is None or node.trouble_since is not None:
+    if node.generation is None:
         return []
+    known_to_journal = {*newest.dismissed, *node.told_lost}
     left_out = [
         m
         for m in node.generation.members
-        if newest.incarnation_of(m.rank) != m.incarnation and m not in newest.dismissed
+        if newest.incarnation_of(m.rank) != m.incarnation and m not in known_to_journal
     ]
     since = node.watches_since(view.ledger)
     known = losses(left_out, node.rank, view.joins, view.ledger, since, situation.rules.limits)

@@ -59,11 +59,13 @@ LAST_CALL = "coordination.last_call_s"
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A role that only some ranks can hold. The run needs at least `least` of its holders as members."""
+    """A role that only some ranks can hold. The run needs at least `least` of its holders as members. `asked`: how the settings describe
+    the holders, for people."""
 
     name: str
     holders: frozenset[int]
     least: int = 1
+    asked: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +115,15 @@ class Rules:
         for role in self.roles:
             if len(role.holders.intersection(ranks)) < role.least:
                 too_few = "nobody left holds" if role.least == 1 else f"fewer than {role.least} left hold"
-                return f"{too_few} {role.name}"
+                return f"{too_few} {role.name}{role.asked}"
         return ""
+
+    def makers(self, row: Row[object], ranks: Collection[int]) -> frozenset[int]:
+        """The nodes among `ranks` whose work makes a row's result (`Row.made_by`)."""
+        if not row.made_by:
+            return frozenset()
+        role = next((role for role in self.roles if role.name == row.made_by), None)
+        return frozenset(ranks) if role is None else role.holders.intersection(ranks)
 
     def span(self, choices: Payload) -> tuple[int, int]:
         """The first and the last row of an iteration, by a generation's choices."""
@@ -159,6 +168,8 @@ class Node:
     decisions: Mapping[str, Decision] = field(default_factory=dict)
     #: when it noticed the loss (or seal) that it wants to answer with a new generation
     trouble_since: float | None = None
+    #: the lost members that the journal names
+    told_lost: frozenset[Member] = frozenset()
     #: the members that were silent for `suspect_s` at the last look, which the journal calls suspected
     suspected: frozenset[Member] = frozenset()
     #: when it first saw that a member's program had failed in this row
@@ -222,7 +233,7 @@ class View:
     stop: StopRequest | None = None
     #: where the newest generation left the run; None if a joining node has not read it yet
     resume_point: ResumePoint | None = None
-    #: in the node's row: the members that are done, the failures, and the leader's fact once all are done
+    #: in the node's row: the members that are done, the failures, and the leader's fact once all are done; in a row with makers at once
     arrived: frozenset[int] = frozenset()
     failed: Mapping[int, Fact] = field(default_factory=dict)
     leaders_fact: Fact | None = None

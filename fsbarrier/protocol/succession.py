@@ -39,13 +39,14 @@ def successor(
     dismissed: tuple[Member, ...] = (),
     era: int = 0,
 ) -> Generation:
-    """The generation after this node's, which is the newest. The same iteration resumes at the row that the current row's `resume` names.
-    If an unreadable record already has its number, creating it fails, which is safe.
+    """The generation after this node's, which is the newest. The same iteration resumes at the row that the current row's `resume` names,
+    or if this row's result is there, at the next row. If an unreadable record already has its number, creating it fails, which is safe.
 
     `era`: the era that goes on; 0: a new one begins.
     """
     table, position, generation = situation.rules.table, situation.position, situation.generation
-    start = Position(position.iteration, max(situation.span[0], table.resume_index(situation.row)))
+    resumed = position.phase + 1 if situation.result_is_there else table.resume_index(situation.row)
+    start = Position(position.iteration, max(situation.span[0], resumed))
     number = generation.number + 1
     return Generation(
         number=number,

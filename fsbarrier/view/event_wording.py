@@ -121,8 +121,12 @@ def _lost(event: Event) -> str:
         f"node {node.node_rank} ({node.host or '?'}) is lost: {node.why or 'unknown reason'}"
         for node in lost_nodes(event)
     ]
-    waiting = "; the phase waits for its return" if event.fields.get("waiting") is True else ""
-    return ("; ".join(each) or "a node is lost") + waiting
+    after = ""
+    if event.fields.get("waiting") is True:
+        after = "; the phase waits for its return"
+    elif event.fields.get("finishing") is True:
+        after = f"; the others first finish the {event.text('phase_name') or 'phase'}"
+    return ("; ".join(each) or "a node is lost") + after
 
 
 def _evaluated(event: Event) -> str:

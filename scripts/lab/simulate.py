@@ -49,9 +49,10 @@ def main(args: argparse.Namespace) -> int:
     began, virtual_s = time.monotonic(), 0.0
     failed: list[SeedVerdict] = []
     # number of schedules with a fault of each kind
-    struck = Counter[str]()
+    struck, reached = Counter[str](), Counter[str]()
     for verdict in campaign(range(args.first_seed, args.first_seed + args.seeds), setup, args.jobs):
         struck.update(verdict.struck)
+        reached.update(verdict.reached)
         virtual_s += verdict.virtual_s
         failed += [verdict] if verdict.violations else []
     seconds = time.monotonic() - began
@@ -64,7 +65,8 @@ def main(args: argparse.Namespace) -> int:
     print(
         f"{counted(args.seeds, 'schedule')} of {counted(args.nodes, 'node')}, {hours}, in {seconds:.1f} s ({rate} schedules a second)"
     )
-    print("faults: " + (", ".join(f"{kind} {count}" for kind, count in sorted(struck.items())) or "none"))
+    for title, counts in (("faults", struck), ("reached", reached)):
+        print(f"{title}: {', '.join(f'{kind} {count}' for kind, count in sorted(counts.items())) or 'none'}")
     if not failed:
         print("every invariant held in all of them")
         return 0

@@ -10,6 +10,7 @@ from functools import partial
 
 from sim.groups import GroupWorld, check_groups
 from sim.invariants import Violation, check
+from sim.reached import reached
 from sim.setup import Setup
 from sim.strikes import StruckWorld
 from sim.world import World
@@ -20,18 +21,21 @@ CHUNK = 20
 
 @dataclass(frozen=True, slots=True)
 class SeedVerdict:
-    """The result of one seed. `struck`: the kinds of faults that really happened."""
+    """The result of one seed. `struck`: the kinds of faults that really happened. `reached`: see reached.py."""
 
     seed: int
     violations: tuple[Violation, ...]
     virtual_s: float
     struck: frozenset[str]
+    reached: frozenset[str]
 
 
 def judge(seed: int, setup: Setup) -> SeedVerdict:
     """Run one schedule and check every invariant. An unexpected exception of the tested code is a violation too."""
     world = make_world(seed, setup)
-    return SeedVerdict(seed, _found(world), world.now, frozenset(world.history.faults))
+    found, history = _found(world), world.history
+    came_to = frozenset[str]() if setup.groups else reached(history)
+    return SeedVerdict(seed, found, world.now, frozenset(history.faults), came_to)
 
 
 def make_world(seed: int, setup: Setup) -> World:

@@ -190,6 +190,8 @@ class History:
     starts: dict[int, tuple[float, int]] = field(default_factory=dict)
     ended: dict[int, ProcessEnd] = field(default_factory=dict)
     faults: set[str] = field(default_factory=set)
+    #: see reached.py
+    reached: set[str] = field(default_factory=set)
     stopped_at: float | None = None
     # the processes that still wait at the end, and for what
     stuck: list[str] = field(default_factory=list)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from fsbarrier.program import PHASE_NAMES
 from fsbarrier.protocol.facts import Generation, Join, Payload, Record
 from sim.history import Done, History, Merged, RowPlace
+from sim.made import i19_what_is_made_is_kept
 from sim.published import no_fact_is_needed_after_its_removal, published_too_late
 from sim.sessions import ended_by_an_old_start, finished, nothing_was_left, start_positions
 from sim.settings import i16_the_same_settings
@@ -41,6 +42,7 @@ def check(world: World) -> list[Violation]:
     found += [Violation("I6", what) for what in outcomes(world)]
     found += [Violation("I15", what) for what in i15_only_for_a_reason(world)]
     found += [Violation("I18", what) for what in i18_whoever_waits_goes_on(history, world.rules)]
+    found += [Violation("I19", what) for what in i19_what_is_made_is_kept(history, world.rules)]
     return found
 
 

@@ -24,7 +24,7 @@ from sim.sessions import Session
 from sim.settings import can_hold
 from sim.setup import PATHS, program
 from sim.store import MountClient
-from sim.work import SimFlag, make_work
+from sim.work import OFFER, SimFlag, make_work
 
 T = TypeVar("T")
 
@@ -70,6 +70,7 @@ class Process(Start):
             fingerprint={"code": {"program": code}, "packages": {"torch": self._torch()}},
             time=f"p{number}",
             stated=stated,
+            engines={name: OFFER for name in draw.settings.engines},
         )
         self.loop = NodeLoop(store, self.observer, draw.rules, self.work, join, self._record)
         self.main: SimThread = self.thread(self._main)

@@ -285,7 +285,8 @@ class SimProgram:
         meeting.programs[int(argv["--node-rank"])] = self
         self.meeting = meeting
         if len(meeting.programs) == meeting.size and not meeting.lost:
-            meeting.weights, length = f"weights {host.artifacts.stamp()}", host.world.length()
+            meeting.weights = f"weights {host.artifacts.stamp()}"
+            length = host.world.draw.training_s + host.world.length()
             for other in meeting.programs.values():
                 if other is not self and other.alive:
                     host.world.after(length, other.advance)

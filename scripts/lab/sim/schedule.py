@@ -136,9 +136,12 @@ class Start:
             raise Crash
         client, thread = self.client, self.schedule.running
         if client.slow_s and verb in WRITING and thread is not None:
+            self.schedule.history.reached.add(f"a slow {verb}")
             thread.sleep(self.schedule.rng.random() * client.slow_s)
         if client.outage is not None and client.outage.strikes(verb, path):
             code = client.outage.code
+            if client.outage.verbs:
+                self.schedule.history.reached.add(f"{errno.errorcode[code]} at {verb}")
             raise OSError(code, os.strerror(code), path)
         mishap = self.mishap
         if mishap is not None and mishap.verb in ("", verb) and mishap.inside in path:

@@ -97,9 +97,10 @@ def start_positions(history: History, rules: Rules) -> Iterator[str]:
         if record.until != before.until and record.until is not None:
             # Only now an iteration is the last one, or it was not closed.
             floor = min(floor, (record.until, CLOSING))
-        ceiling = (
-            _after(most, history.span(before)) if history.all_done((number - 1, *most), before) else most
-        )
+        done = history.facts.get((number - 1, *most), {})
+        makers = rules.under(before.settings).makers(rules.row(Position(*most), before), before.ranks)
+        passed = history.all_done((number - 1, *most), before) or (makers and makers <= done.keys())
+        ceiling = _after(most, history.span(before)) if passed else most
         if not floor <= now <= ceiling:
             yield f"generation {number} starts at {now}; generation {number - 1} had reached {most}"
 

@@ -134,10 +134,12 @@ def draw_choice(rng: Random, phases: RlPhase, nodes: int) -> dict[str, object]:
 
 
 def draw_placement(rng: Random, nodes: int) -> dict[str, object]:
-    """Most nodes do everything. In other runs some train and some roll out, mostly ahead, or some do both; engines may span two nodes."""
+    """Most nodes do everything. In other runs some train and some roll out, mostly ahead, or some do both; engines may span two nodes, and
+    some nodes have a judge."""
     if nodes == 1 or rng.random() < 0.4:
         return {}
     ranks = [*range(nodes)]
+    judges = rng.sample(ranks, rng.randint(1, nodes - 1)) if rng.random() < 0.4 else []
     rng.shuffle(ranks)
     cut = rng.randint(1, nodes - 1)
     rollout, update = ranks[:cut], ranks[cut:]
@@ -153,6 +155,11 @@ def draw_placement(rng: Random, nodes: int) -> dict[str, object]:
         "rollout.ahead": int(ahead != ""),
         "rollout.in_flight": ahead == "in flight",
         **({"engine.nodes": 2, "engine.tensor_parallel_size": 2} if spans else {}),
+        **(
+            {"engines.judge.model": "/judge", "engines.judge.placement": _whole_nodes(judges)}
+            if judges
+            else {}
+        ),
     }
 
 
@@ -206,6 +213,8 @@ class Draw:
         self.refusals = int(programs and rng.random() < 0.03)
         #: verifying a checkpoint takes as long as a program
         self.slow_checks = faulty and rng.random() < 0.5
+        #: how much longer an update takes than other programs, so that a lost node is noticed during it
+        self.training_s = rng.choice((0.0, 0.0, 6.0)) if faulty else 0.0
         #: each node keeps a copy of the newest weights
         self.copies_weights = rng.random() < 0.3 and self.settings.engine.nodes == 1
         #: how often all are started again after the run has ended

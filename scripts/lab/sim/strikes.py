@@ -6,15 +6,18 @@ import errno
 from functools import partial
 from typing import cast
 
+from fsbarrier.program import PHASE_NAMES
 from fsbarrier.protocol.codec import encode
 from fsbarrier.protocol.facts import Generation, Join, Member, StopRequest
 from sim.damage import DAMAGES, WRONG_SETTINGS
 from sim.disk import SimPath
+from sim.process import Process
 from sim.schedule import Mishap, Start
 from sim.setup import PATHS
 from sim.store import MAKING, WRITING, Outage
-from sim.world import OnEntry, World
+from sim.world import OnEntry, OnFact, World
 
+UPDATE = PHASE_NAMES.index("update")
 #: The longest pause between two looks, in heartbeats, and some more between the first in vain and the last
 HIDDEN_LOOKS = 4
 PAUSES_S = (0.3, 2.0, 4.0, 5.0, 8.0, 13.0, 16.0, 18.0, 22.0, 30.0, 45.0)
@@ -46,6 +49,8 @@ class StruckWorld(World):
         """Zero to five faults, half of them in a chosen phase of a node, up to the session's last iteration."""
         rng, mix, until = self.rng, self.setup.mix, self.sessions[-1].until
         kinds = [kind for kind in STRIKES if kind in mix]
+        if self.rows and "crash" in mix and rng.random() < 0.15:
+            kill_in_an_update(self, until - rng.randrange(until if len(self.sessions) == 1 else 1))
         for _ in range(rng.choice((0, 1, 1, 1, 2, 2, 2, 3, 3, 5)) if kinds else 0):
             kind = rng.choice(kinds)
             if kind == "stop" and rng.random() < 0.7:
@@ -147,8 +152,24 @@ def kill_a_role(world: World) -> None:
         at += rng.random() * apart_s
 
 
+def kill_in_an_update(world: World, iteration: int) -> None:
+    """Kill one or two nodes while the others train, or around the moment at which one of these is done, perhaps also in the next
+    generation's update."""
+    rng, nodes = world.rng, range(world.setup.nodes)
+    for least in (1,) if rng.random() < 0.5 else (1, 2):
+        for _ in range(rng.choice((1, 1, 2))):
+            row = rng.choice((None, *nodes)), iteration, UPDATE
+            delay = rng.choice((0.0, rng.uniform(0, 0.05), rng.uniform(0, 0.5)))
+            kill = partial(_kill, world, rng.choice((0, *nodes)))
+            if least == 1 and rng.random() < 0.5:
+                world.awaited.append(OnEntry(*row, delay, kill))
+            else:
+                world.awaited_facts.append(OnFact(*row, least, delay, kill))
+
+
 def _kill(world: World, rank: int) -> None:
     for process in world.of(rank) if not world.healed else ():
+        world.history.faults.add("crash")
         process.kill("killed")
         start_again_sometimes(world, rank)
 
@@ -267,6 +288,13 @@ def ask_to_stop(world: World, *, now: bool) -> None:
     world.history.faults.add("stop")
     world.say(f"an operator asks to stop{' at once' if now else ''}")
     world.history.stopped_at = world.now
+    for process in world.of(None):
+        if (
+            isinstance(process, Process)
+            and process.joined
+            and (position := process.loop.node.position) is not None
+        ):
+            world.history.reached.add(f"a stop in row {position.phase}")
     path = cast(SimPath, PATHS.stops / f"{len(world.history.writes):06d}.json")
     world.disk.make_dir(path.parent)
     starts: dict[int, int] = {}

@@ -13,6 +13,7 @@ from typing import TypeVar, cast
 from fsbarrier.context import Context, PartOnDisk, Span
 from fsbarrier.coordination.observer import Observer
 from fsbarrier.engine.engine import EngineInfo
+from fsbarrier.engine.frozen import FrozenEngine, address
 from fsbarrier.engine.replicas import Replicas
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.processes.kept_program import KeptProgram
@@ -25,6 +26,7 @@ from fsbarrier.rundir.known_logprobs import KnownLogprobs
 from fsbarrier.rundir.names import SPLITS
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.runrecord import RunRecord, TaskSource
+from fsbarrier.specs import EngineAddress
 from fsbarrier.training.weights_copy import WeightsCopy
 from sim.disk import SimPath
 from sim.history import Published, Served
@@ -38,6 +40,8 @@ GENERATIONS = cast(SimPath, PATHS.generations)
 TASKS: dict[str, TaskSource] = {
     split: {"path": f"/data/{split}", "count": 18, "sha256": ""} for split in SPLITS
 }
+#: what a start offers of each frozen engine
+OFFER = {"port": 9000, "key": ""}
 #: how long the nodes of an engine wait for each other
 MEETS_S = 100
 #: how often a job that is cancelled may still wait
@@ -134,6 +138,37 @@ class SimEngines:
 
     def stop(self) -> None:
         self._host.serving = ""
+
+
+class SimFrozen:
+    """A frozen engine's servers on one node, with the methods of FrozenEngine that its work calls."""
+
+    failure = ""
+
+    def __init__(self, host: SimHost, name: str) -> None:
+        self._host, self._name, self._started = host, name, False
+
+    @property
+    def status(self) -> JsonObject:
+        return {}
+
+    def news(self) -> list[JsonObject]:
+        return []
+
+    @property
+    def address(self) -> EngineAddress:
+        return address("127.0.0.1", OFFER, self._name, MEETS_S)
+
+    def ensure(
+        self, folder: Path, devices: Sequence[int] | None, *, threads: int, cancel: threading.Event
+    ) -> list[EngineInfo]:
+        if not self._started and cancel.wait(self._host.world.length()):
+            raise ProgramFailed("cancelled")
+        self._started = True
+        return []
+
+    def release(self, *, cancel: threading.Event) -> JsonObject:
+        return {"action": "keep"}
 
 
 class SimHost(ProgramHost, Surroundings):
@@ -282,6 +317,7 @@ def make_work(process: Start, observer: Observer, wake: Callable[[], None]) -> J
         stall_timeout_s=draw.settings.coordination.stall_timeout_s,
         outage_s=draw.intervals.outage_s,
         weights=copies,
+        frozen={name: cast(FrozenEngine, SimFrozen(host, name)) for name in draw.settings.engines},
         host=host,
     )
     record = RunRecord("sim", "", "", "", draw.settings, "", TASKS, "/model", log_path=root)

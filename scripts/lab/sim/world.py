@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fsbarrier.protocol.codec import encode
-from fsbarrier.protocol.facts import Beat, Join, Record
+from fsbarrier.protocol.facts import Beat, Fact, Join, Record
 from fsbarrier.protocol.state import Node
 from fsbarrier.rundir.names import PULSE
 from sim.disk import Disk, File, SimPath
-from sim.history import Asked, History, Removed, Standstill, Write, row_of
+from sim.history import Asked, History, RowPlace, Removed, Standstill, Write, row_of
 from sim.process import Process
 from sim.schedule import Action, Mishap, Schedule, Start
 from sim.sessions import OTHERS, Session, another
@@ -41,6 +41,17 @@ class OnEntry(NamedTuple):
     action: Action
 
 
+class OnFact(NamedTuple):
+    """What happens `delay` after node `rank` (None: any) has published "done" in a row, in generation `least` or a later one."""
+
+    rank: int | None
+    iteration: int
+    phase: int
+    least: int
+    delay: float
+    action: Action
+
+
 class World(Schedule):
     """One schedule."""
 
@@ -50,6 +61,7 @@ class World(Schedule):
         super().__init__(draw, _new_history(draw))
         self.seed, self.setup, self.settings, self.rules = seed, setup, settings, draw.rules
         self.history.root = str(self.artifacts.root)
+        self.history.reached |= {"a judge on some nodes"} if settings.engines else set()
         self.disk = self._make_disk()
         # what the nodes were started for
         self.sessions = [Session(0.0, settings.rl_phase, setup.iterations)]
@@ -62,6 +74,7 @@ class World(Schedule):
         # the ranks whose next start claims exactly one incarnation
         self.claiming: set[int] = set()
         self.awaited: list[OnEntry] = []
+        self.awaited_facts: list[OnFact] = []
         # pending starts
         self.starting = 0
         # when something last happened that the nodes may wait for, and how much had happened by then
@@ -191,6 +204,7 @@ class World(Schedule):
         self.draw.reads.end()
         self.codes = [""] * self.setup.nodes
         self.awaited.clear()
+        self.awaited_facts.clear()
         for process in self.processes:
             process.mishap = process.client.outage = None
             process.client.slow_s = 0.0
@@ -296,6 +310,20 @@ class World(Schedule):
             self._renamed(path)
         else:
             self.history.writes.append(Write(self.now, file.host, path, record))
+            if self.awaited_facts and isinstance(record, Fact) and record.status == "done":
+                self._act_on(record, row_of(path))
+
+    def _act_on(self, fact: Fact, place: RowPlace) -> None:
+        """Plan the actions that are bound to this fact."""
+        generation, *row = place
+        for item in self.awaited_facts[:]:
+            if (
+                [item.iteration, item.phase] == row
+                and item.rank in (fact.rank, None)
+                and generation >= item.least
+            ):
+                self.awaited_facts.remove(item)
+                self.after(item.delay, item.action)
 
     def _renamed(self, path: SimPath) -> None:
         """A heartbeat, or what a node says beside it."""
