@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from cluster import Cluster, leftovers
+from commands import typed
 from test_rollout import KEY, SAMPLES, Fake, finish, groups_in, make_spec, rolled_out, run, start, start_fake
 from waiting import until
 
@@ -23,6 +24,11 @@ from fsbarrier.trajectories import iter_trajectories, scan_rank_file
 def restarted(fake: Fake, folder: Path, **mode: Any) -> Fake:
     """Another server at the address of one that has ended."""
     return start_fake(folder, port=int(fake.url.rpartition(":")[2]), **mode)
+
+
+def awaits(folder: Path) -> str:
+    """What a rollout says that it waits for."""
+    return str(json.loads((folder / "progress.json").read_text()).get("awaits", ""))
 
 
 def end(fake: Fake) -> None:
@@ -44,11 +50,15 @@ def test_a_server_of_others_that_is_started_again_costs_only_what_was_in_flight(
     at_gate = fake.folder / "at-gate"
     until(lambda: at_gate.exists() and groups_in(part) == 1, lives=lambda: process.poll() is None)
     end(fake)
+    said = until(lambda: awaits(tmp_path), lives=lambda: process.poll() is None)
+    assert f"the engine at {fake.url} does not answer" in said
+    assert said.endswith("waiting up to 60 s (engine.start_timeout_s) until it answers")
     again = restarted(fake, tmp_path / "again")
     (again.folder / "gate").touch()
     done = finish(process, spec)
     try:
         assert (done.code, done.stderr) == (0, "")
+        assert awaits(tmp_path) == ""
         assert done.result["groups"] == 3 and done.result["invalid"] == 0
         assert {len(group) for group in rolled_out(tmp_path).values()} == {SAMPLES}
         assert done.result["reward_mean"] == (pytest.approx(0.0) if agent else 1.0)
@@ -90,6 +100,41 @@ def test_rewards_are_computed_while_other_rollouts_go_on(tmp_path: Path) -> None
     finally:
         end(fake)
     assert done.code == 0 and done.result["reward_mean"] == 1.0 and done.result["groups"] == 2
+
+
+@pytest.mark.slow
+def test_a_node_says_at_once_which_server_of_the_user_it_waits_for(tmp_path: Path) -> None:
+    """So does `status`. It goes on when the server is back."""
+    fake, folders = start_fake(tmp_path / "fake"), {name: tmp_path / name for name in ("data", "model")}
+    for folder in folders.values():
+        folder.mkdir()
+    rows = [{"prompt": prompt, "answer": "x"} for prompt in ("ba=", "dc!gate=")]
+    (folders["data"] / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folders["model"] / "config.json").write_text('{"model_type": "qwen2"}')
+    (folders["model"] / "tokenizer.json").write_text("{}")
+    (folders["model"] / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    flags = (
+        *("--data-path", str(folders["data"]), "--model", str(folders["model"]), "--iterations", "1"),
+        *("--rl-phase", "rollout", "--rollout-split", "train-only", "--debug-mode", f"engine.url={fake.url}"),
+        *("engine.api_key_env=VLLM_API_KEY", "engine.max_model_len=256", "rollout.tasks=2"),
+        *(f"rollout.samples={SAMPLES}", "rollout.max_tokens=16"),
+    )
+    with Cluster(tmp_path, 1, *flags, program="rl") as cluster:
+        cluster.env = {0: {"VLLM_API_KEY": KEY}}
+        cluster.start()
+        until((fake.folder / "at-gate").exists, cluster.said_by_all)
+        end(fake)
+        waits = f"train_rollout: the engine at {fake.url} does not answer"
+        until(lambda: waits in cluster.said_by_all(), cluster.said_by_all)
+        said = typed("status", "--log-path", cluster.log_path).out
+        assert f"the engine at {fake.url} does not answer" in " ".join(said.split())
+        again = restarted(fake, tmp_path / "again")
+        try:
+            until(lambda: "train_rollout goes on" in cluster.said_by_all(), cluster.said_by_all)
+            (again.folder / "gate").touch()
+            assert cluster.wait(0) == {0: 0}, cluster.said_by_all()
+        finally:
+            end(again)
 
 
 # --- several engines ------------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ async def asked_again(
     tries: int | None = None,
     within_s: float | None = None,
     first_pause_s: float = 0.2,
+    longest_pause_s: float = LONGEST_PAUSE_S,
 ) -> T:
     """Call `request`, and retry if it raises `after`: at most `tries` calls in total, or until `within_s` have passed.
 
@@ -44,7 +45,7 @@ async def asked_again(
         retry=retry_if_exception_type(after),
         stop=(stop_after_attempt(tries) if tries is not None else stop_never)
         | (stop_after_delay(within_s) if within_s is not None else stop_never),
-        wait=wait_random_exponential(multiplier=first_pause_s, max=LONGEST_PAUSE_S),
+        wait=wait_random_exponential(multiplier=first_pause_s, max=longest_pause_s),
         reraise=True,
     )
 

@@ -33,8 +33,8 @@ from fsbarrier.user_code import log_once
 
 #: A request fails after this many seconds without output from the engine; it is tried TRIES times in total, with pauses.
 REQUEST_TIMEOUT_S, TRIES = 600.0, 4
-# Pause before the first check of an engine that does not answer.
-FIRST_PAUSE_S = 0.5
+# Pauses between two checks of an engine that does not answer: the first, and the longest. Work goes on so soon after it is back.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 2.0
 #: delay after a request before the engine's count of waiting sequences is trusted
 SETTLE_S = 0.2
 #: the route to vLLM's own parsers of tool calls, and the timeout of one request to it
@@ -71,6 +71,8 @@ class EnginePool:
             for number, server in enumerate(servers)
         ]
         self._on_tokens, self._patience_s = on_tokens, patience_s
+        #: what is waited for, for people; "" while some engine answers
+        self.awaits = ""
         self._watching: dict[Sampler, asyncio.Task[None]] = {}
         self._step, self._granted, self._sent_at = step, 0, 0.0
         self._waiting_is_known = True
@@ -104,7 +106,7 @@ class EnginePool:
         )
         for engine, error in zip(self.engines, results, strict=True):
             if isinstance(error, EngineDown):
-                self._set_down(engine)
+                self._set_down(engine, error)
             elif isinstance(error, BaseException):
                 raise error
         for error in results:
@@ -141,13 +143,19 @@ class EnginePool:
 
     async def leave(self, engine: Sampler, error: EngineDown) -> None:
         """Mark `engine` as down and wait until some engine answers. Raises EngineDown if none does in time."""
-        self._set_down(engine)
+        self._set_down(engine, error)
         await self._until_some_is_up(error)
 
-    def _set_down(self, engine: Sampler) -> None:
-        if engine.up.is_set():
-            engine.up.clear()
-            self._watching[engine] = asyncio.create_task(self._watch(engine))
+    def _set_down(self, engine: Sampler, error: EngineDown) -> None:
+        if not engine.up.is_set():
+            return
+        engine.up.clear()
+        self._watching[engine] = asyncio.create_task(self._watch(engine))
+        if not any(other.up.is_set() for other in self.engines):
+            limit = f"up to {self._patience_s:g} s (engine.start_timeout_s)"
+            self.awaits = f"{error}; waiting {limit} until it answers"
+            # What is shown changes now.
+            self._on_tokens(0)
 
     async def _watch(self, engine: Sampler) -> None:
         """Wait until this engine answers again."""
@@ -157,8 +165,16 @@ class EnginePool:
             self._on_tokens(0)
             await engine.query_model()
 
-        await asked_again(query, after=EngineDown, within_s=self._patience_s, first_pause_s=FIRST_PAUSE_S)
+        await asked_again(
+            query,
+            after=EngineDown,
+            within_s=self._patience_s,
+            first_pause_s=FIRST_PAUSE_S,
+            longest_pause_s=LONGEST_PAUSE_S,
+        )
         engine.up.set()
+        self.awaits = ""
+        self._on_tokens(0)
 
     async def _until_some_is_up(self, error: EngineDown) -> None:
         if any(engine.up.is_set() for engine in self.engines):

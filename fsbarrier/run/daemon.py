@@ -100,6 +100,8 @@ class Daemon:
         self._signal: int | None = None
         self._death_notice = DeathNotice()
         self._say_awaited_at = time.monotonic() + SAY_AWAITED_S
+        # What the running program waits for, and its phase.
+        self._program_awaits = ("", "")
         self._ended = threading.Event()
         self._program = program = load_program(settings.program)
         devices = accelerators.detect()
@@ -274,6 +276,18 @@ class Daemon:
         """Called before each heartbeat is written."""
         paths = self.record.paths
         self._death_notice.note(paths.pulse(beat.pulse), paths.pulse(death_notice(beat)))
+        self._say_what_its_program_awaits(beat)
+
+    def _say_what_its_program_awaits(self, beat: Beat) -> None:
+        """Tell a person once what the running program waits for, such as a server of the user's own, and when it goes on."""
+        before, now = self._program_awaits, (str(beat.progress.get("awaits", "")), beat.phase_name)
+        if now == before:
+            return
+        self._program_awaits, where = now, f"fsbarrier: node {beat.rank}: {beat.phase_name}"
+        if now[0]:
+            self.events.console.say(f"{where}: {now[0]}\n", to=2)
+        elif before[0] and before[1] == beat.phase_name:
+            self.events.console.say(f"{where} goes on\n", to=2)
 
     @contextmanager
     def signals(self) -> Iterator[None]:

@@ -122,6 +122,8 @@ def _progress(status: RunStatus, node: NodeStatus) -> Text:
 
 def progress_bar(progress: Fields) -> Text:
     """A node's progress: bar, done/total, reward so far, tokens per second. The table cuts off what does not fit."""
+    if awaits := one_line(text(progress, "awaits")):
+        return line((awaits, "yellow"))
     done, total = number(progress, "done"), number(progress, "total")
     note = one_line(text(progress, "note"))
     if done is None or total is None or total <= 0:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from fsbarrier.errors import EXIT_SIGINT, EXIT_SIGTERM
 from fsbarrier.protocol.membership import GONE, UNWRITABLE
+from fsbarrier.rundir.journal import text
 from fsbarrier.rundir.logs import log_folders
 from fsbarrier.rundir.names import MERGED
 from fsbarrier.view.event_wording import TRAIN_ROLLOUT
@@ -329,8 +330,10 @@ def problems(reader: RunReader, nodes: Sequence[NodeStatus], state: str) -> list
         elif node.state == "lost":
             problems.append(f"{name} is lost: {_why_lost(reader, node)}")
             who = f"--worker {node.node_rank}" if node.node_rank else "--master"
-            where = shlex.quote(str(reader.log_path))
-            problems.append(f"  start it again there: fsbarrier run {who} --log-path {where}")
+            command = f"fsbarrier run {who} --log-path {shlex.quote(str(reader.log_path))}"
+            problems.append(f"  start it again there: {command}")
+        elif awaits := text(node.progress or {}, "awaits"):
+            problems.append(one_line(f"{name}: {awaits}"))
     if state != "broken" or verdict is None:
         problems += _early_endings(reader, nodes)
     if state in ("running", "stalled") or (state == "broken" and reader.newest and verdict is None):
@@ -353,17 +356,11 @@ def _unwritable(reader: RunReader, nodes: Sequence[NodeStatus]) -> list[str]:
                 f"the filesystem of {root} is full (no {lacks} left), "
                 "so no node can write; make room, and start again those that have ended"
             ]
-    unwritable = [
-        rank for rank in sorted(reader.joins) if (beat := reader.beat(rank)) and beat.state == UNWRITABLE
-    ]
-    each = "node " if len(unwritable) == 1 else "nodes "
-    return (
-        [
-            f"{each}{ranks(unwritable)} cannot write in {root} (room, quota, permission); their output says what fails"
-        ]
-        if unwritable
-        else []
-    )
+    beats = {rank: reader.beat(rank) for rank in sorted(reader.joins)}
+    unwritable = [rank for rank, beat in beats.items() if beat is not None and beat.state == UNWRITABLE]
+    who = f"node{'s' if len(unwritable) > 1 else ''} {ranks(unwritable)}"
+    said = f"{who} cannot write in {root} (room, quota, permission); their output says what fails"
+    return [said] if unwritable else []
 
 
 def _why_lost(reader: RunReader, node: NodeStatus) -> str:

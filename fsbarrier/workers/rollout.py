@@ -115,6 +115,7 @@ class Rollout:
         engines = self.pool.progress()
         environments = {environment.table: environment.state for environment in self.environments.values()}
         return {
+            **({"awaits": self.pool.awaits} if self.pool.awaits else {}),
             **({"engines": engines} if engines else {}),
             **({"environments": environments} if environments else {}),
         }

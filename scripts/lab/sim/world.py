@@ -13,7 +13,7 @@ from fsbarrier.protocol.facts import Beat, Fact, Join, Record
 from fsbarrier.protocol.state import Node
 from fsbarrier.rundir.names import PULSE
 from sim.disk import Disk, File, SimPath
-from sim.history import Asked, History, RowPlace, Removed, Standstill, Write, row_of
+from sim.history import Asked, History, Removed, RowPlace, Standstill, Write, row_of
 from sim.process import Process
 from sim.schedule import Action, Mishap, Schedule, Start
 from sim.sessions import OTHERS, Session, another
