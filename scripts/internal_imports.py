@@ -14,9 +14,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = {"cli", "aggregate"}
 # What docs/ name, and what programs and their users import.
-PUBLIC = {"trajectories", "program", "decisions", "errors", "loader", "user_code"} | {
-    *("data.tasks", "rewards.kinds", "rollouts.agents")
-}
+PUBLIC = {
+    "trajectories",
+    "program",
+    "node",
+    "context",
+    "specs",
+    "decisions",
+    "errors",
+    "loader",
+    "user_code",
+} | {*("data.tasks", "data.examples", "rewards.kinds", "rollouts.agents")}
 # Rules, tables and the laboratory; how things are called on disk.
 CORE = {"protocol", "settings", "rundir.names", "rundir.paths"}
 

@@ -17,8 +17,6 @@ from commands import typed
 from fake_run import FakeRun
 from waiting import DEADLINE_S
 
-from fsbarrier.data import demo_tasks
-
 REPO = Path(__file__).resolve().parent.parent
 TASK = {"prompt": "2+2=", "answer": "4"}
 
@@ -604,7 +602,7 @@ def test_a_prompt_that_leaves_no_room_for_an_answer(
 ) -> None:
     """Text, and messages as the template renders them."""
     model = place / "small"
-    shutil.copytree(demo_tasks.FOLDER / "model", model)
+    shutil.copytree(REPO / "fsbarrier" / "data" / "demo" / "model", model)
     (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     good = {"prompt": "a" * 63, "answer": "a"}
     lines = (json.dumps(good), json.dumps({"prompt": prompt, "answer": "b"}))

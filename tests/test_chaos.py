@@ -15,8 +15,6 @@ import outside_checker
 import pytest
 from cluster import FAST, REPO, Cluster
 
-from fsbarrier.store import files
-
 TASKS = 24
 
 
@@ -63,7 +61,7 @@ def test_sixty_four_daemons_survive_minutes_of_it(tmp_path: Path, program: str, 
 def test_a_start_after_one_that_was_killed_before_it_joined(tmp_path: Path) -> None:
     with Cluster(tmp_path, 1, *FAST, "--iterations", "1", program="ping") as cluster:
         left = cluster.paths.node_logs(1, 0) / "daemon.log"
-        files.make_dirs(left.parent)
+        left.parent.mkdir(parents=True, exist_ok=True)
         left.write_text("what it said\n")
         cluster.start()
         assert cluster.wait() == {0: 0}, cluster.said(0)

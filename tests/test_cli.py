@@ -22,7 +22,6 @@ from waiting import DEADLINE_S
 
 from fsbarrier import errors
 from fsbarrier.cli import COMMANDS, load_command
-from fsbarrier.data import demo_tasks
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -214,7 +213,7 @@ def test_a_dry_run_prints_what_config_reads(tmp_path: Path) -> None:
     words = ["run", "--dry-run", "--log-path", str(tmp_path / "run")]
     own = [
         f"--data-path={tmp_path}",
-        f"--model={demo_tasks.FOLDER}/model",
+        f"--model={REPO}/fsbarrier/data/demo/model",
         "--num-nodes=2",
         "rank_weights=1,3",
     ]
@@ -242,7 +241,12 @@ def test_a_wheel_without_extras_is_refused_before_the_start(
         (tmp_path / f"{name}.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else found(name))
-    words = ["--log-path", tmp_path / "run", f"--data-path={tmp_path}", f"--model={demo_tasks.FOLDER}/model"]
+    words = [
+        "--log-path",
+        tmp_path / "run",
+        f"--data-path={tmp_path}",
+        f"--model={REPO}/fsbarrier/data/demo/model",
+    ]
     said = typed("run", *words, "engine.max_model_len=64", "rollout.max_tokens=8", code=2).err
     assert f"{needed_for} needs the Python package {package}" in said and len(said.splitlines()) == 1
     assert re.search(r"-m pip install 'fsbarrier\[rl,(cpu|cuda)\]'", said)

@@ -16,13 +16,12 @@ from places.launchers import LAUNCHED
 from places.machines import PLACES
 
 from fsbarrier.cli.start import ranks
-from fsbarrier.data.demo_tasks import FOLDER
 from fsbarrier.doctor import machine
 from fsbarrier.errors import UsageError
 from fsbarrier.processes import limits
 
 REPO = Path(__file__).resolve().parent.parent
-DEMO_MODEL = FOLDER / "model"
+DEMO_MODEL = REPO / "fsbarrier" / "data" / "demo" / "model"
 
 FAST = ("coordination.beat_s=0.2", "coordination.last_call_s=0.5")
 

@@ -20,6 +20,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -53,6 +54,8 @@ COPIED = (
 )
 #: processor-bound tests get so much longer than they took, and this on top
 PATIENCE, LEAST_S = 10, 60
+#: so many of the quickest tests of a module meet a change of what runs when it is imported
+OF_A_MODULE = 40
 CONFIG = "[run]\nrelative_files = true\n"
 
 
@@ -116,7 +119,12 @@ class Bench:
             *words,
         ]
         with subprocess.Popen(
-            argv, cwd=self.copy, env=environ, stdout=subprocess.DEVNULL, start_new_session=True
+            argv,
+            cwd=self.copy,
+            env=environ,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
         ) as child:
             try:
                 return child.wait(within_s)
@@ -172,8 +180,14 @@ class Bench:
         by_line = self.executes.contexts_by_lineno(change.path)
         for line in range(change.spec.start_pos[0], change.spec.end_pos[0] + 1):
             contexts |= set(by_line.get(line, ()))
-        names = {context.partition("|")[0] for context in contexts} & self.seconds.keys()
-        return sorted(names, key=self.seconds.__getitem__)
+        if contexts == {""}:
+            # It runs when the module is imported, for whoever uses what the module defines.
+            names = self._passed(context for of_line in by_line.values() for context in of_line)
+            return sorted(names, key=self.seconds.__getitem__)[:OF_A_MODULE]
+        return sorted(self._passed(contexts), key=self.seconds.__getitem__)
+
+    def _passed(self, contexts: Iterable[str]) -> set[str]:
+        return {context.partition("|")[0] for context in contexts} & self.seconds.keys()
 
     # --- mutants ---
 
@@ -244,7 +258,7 @@ def change_of(spec: MutationSpec) -> Change | None:
     """The mutant; None if it changes nothing that is executed, or is no Python."""
     source = (ROOT / spec.module_path).read_text()
     mutated = mutate_code(source, _operator(spec), spec.occurrence)
-    if mutated is None or _without_annotations(mutated) in ("", _without_annotations(source)):
+    if mutated is None or _program(mutated) in ("", _program(source)):
         return None
     (first, _), (last, _) = spec.start_pos, spec.end_pos
     lines, changed = source.splitlines(), mutated.splitlines()
@@ -264,13 +278,23 @@ def _operator(spec: MutationSpec) -> object:
     return get_operator(spec.operator_name)(**spec.operator_args)
 
 
-def _without_annotations(source: str) -> str:
-    """The program without the annotations and texts that nothing executes; "" where it is none."""
-    try:
-        tree = ast.parse(source)
-    except SyntaxError:
-        return ""
+SAME_AS: dict[type[ast.cmpop], type[ast.cmpop]] = {ast.Is: ast.Eq, ast.IsNot: ast.NotEq}
+
+
+def _program(source: str) -> str:
+    """The program without the annotations that nothing executes, and with `is` as `==`, which no test tells apart where it compares with
+    None, a type or a member of an enumeration; "" where it is no program, or compares with a text by `is`.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            tree = ast.parse(source)
+            compile(tree, "mutant", "exec")
+        except (SyntaxError, SyntaxWarning):
+            return ""
     for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            node.ops = [SAME_AS.get(type(op), type(op))() for op in node.ops]
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             node.returns = None
             for inner in ast.walk(node):
