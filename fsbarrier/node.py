@@ -53,6 +53,7 @@ class Weights:
     `threads`: the number of CPU threads for all of them together, if they compute on a CPU.
     `policy`: the identity of the published policy (`Context.policy_identity`); a folder with another one is refused. "": any policy is
     served whose files match the folder's manifest.
+    `first_model`: the model with which the run began, to which the adapters of a version that has only these belong.
     """
 
     folder: Path
@@ -62,6 +63,7 @@ class Weights:
     devices: tuple[int, ...] | None = None
     #: the nodes that share one engine with this one; None: each has its own
     span: Span | None = None
+    first_model: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

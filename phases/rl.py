@@ -174,7 +174,9 @@ def rollout(node: Node, decision: RolloutDecision, rounds: Sequence[RolloutRound
 def served(ctx: Context) -> Weights:
     """What the node's engines serve: the newest published policy."""
     policy, devices = ctx.policy, chosen(ctx, ctx.samplers[ctx.node_rank])
-    return Weights(policy.model, policy.version, ctx.threads, ctx.policy_identity, devices, ctx.span)
+    return Weights(
+        policy.model, policy.version, ctx.threads, ctx.policy_identity, devices, ctx.span, ctx.model
+    )
 
 
 def head_of(ctx: Context) -> int:

@@ -15,11 +15,11 @@ from commands import typed
 from engine_bench import NEVER, largest_gap, make_model, roll_out
 from trainer_bench import Bench, rollouts, settings, write_groups
 
-from fsbarrier.cli.start.policy_export import VersionToExport, export
 from fsbarrier.engine.engine import Engine, EngineInfo
 from fsbarrier.rundir import checkpoints, runrecord
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.settings.resolve import resolve
+from fsbarrier.training.materialise import materialise
 
 pytestmark = [pytest.mark.engine, pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -76,9 +76,7 @@ def test_from_rollouts_to_the_export(tmp_path: Path, architecture: str, tied: bo
         assert work.update("v2", version=2, before="v1")["logprob_gap_max"] < 1e-4
     finally:
         engine.stop()
-    manifest = checkpoints.verify(tmp_path / "v2")
-    digests = {name.removeprefix("model/"): one for name, one in manifest.files.items() if "model/" in name}
-    export(VersionToExport(2, tmp_path / "v2" / "model", digests), tmp_path / "out")
+    materialise(tmp_path / "v2", tmp_path / "out", first)
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (first, tmp_path / "out"))
     assert {**before, "transformers_version": ""} == {**after, "transformers_version": ""}
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")

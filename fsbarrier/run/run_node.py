@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fsbarrier.coordination.ranks import RankTaken, free_ranks, hold_rank
 from fsbarrier.errors import Fenced, UsageError
-from fsbarrier.processes.limits import SHARED_MEMORY
+from fsbarrier.processes.limits import SHARED_MEMORY, free_bytes
 from fsbarrier.protocol.facts import Payload
 from fsbarrier.run.daemon import Daemon, starting
 from fsbarrier.rundir.runrecord import RunRecord
@@ -65,7 +65,7 @@ def _run_as(
                 remove_abandoned(shared_place)
             name = f"{record.run_id[-8:]}-n{rank}"
             work_dir = stack.enter_context(scratch_dir(user_dir(), name))
-            place = place_for_weights(settings, record.log_path)
+            place = place_for_weights(settings, record)
             weights = WeightsCopy(stack.enter_context(scratch_dir(place, name))) if place else None
             daemon = Daemon(record, settings.choices, stated, rank, until, work_dir, weights)
         stack.callback(daemon.close)
@@ -79,17 +79,27 @@ def _run_as(
             return daemon.run()
 
 
-def place_for_weights(settings: Settings, log_path: Path) -> Path | None:
+def place_for_weights(settings: Settings, record: RunRecord) -> Path | None:
     """The folder for this node's copy of the newest weights; None: its engines read the run directory. Raises UsageError, OSError."""
     weights_dir = settings.checkpoint.weights_dir
     if weights_dir == "none" or not settings.manages_engine or settings.engine.nodes > 1:
         return None
     if weights_dir == "auto":
-        elsewhere = mount_of(log_path).family.category != LOCAL
         # In memory, so a copy needs no disk.
-        return SHARED_MEMORY if elsewhere and os.access(SHARED_MEMORY, os.W_OK | os.X_OK) else None
+        in_memory = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK | os.X_OK) else None
+        if settings.lora.rank and record.model is not None:
+            # Versions are adapters, and each node merges them into a copy of its own.
+            return in_memory if in_memory and _has_room(in_memory, Path(record.model)) else user_dir()
+        return in_memory if mount_of(record.log_path).family.category != LOCAL else None
     try:
         files.make_dirs(Path(weights_dir))
     except OSError as error:
         raise UsageError(f"checkpoint.weights_dir={weights_dir}: {error.strerror or error}") from None
     return Path(weights_dir)
+
+
+def _has_room(folder: Path, model: Path) -> bool:
+    """Whether a copy of the model's weights fits into `folder`."""
+    size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    # A copy may have twice the bytes of each number.
+    return free_bytes(folder) > 2 * size

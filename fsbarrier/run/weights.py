@@ -20,6 +20,8 @@ from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.known_logprobs import KnownLogprobs
 from fsbarrier.rundir.known_logprobs import read as read_known
 from fsbarrier.settings.sections import Settings
+from fsbarrier.store import files
+from fsbarrier.training.weights_copy import WeightsCopy
 
 #: files beside weights that no engine reads
 NOT_LOADED = (".md", ".log")
@@ -40,7 +42,7 @@ def load_weights(
 
     `show` is told how many replicas are ready. `in_flight`: requests go on with the new weights. Raises ProgramFailed, Cancelled.
     """
-    folder, lines = checked_weights(weights.folder, job, workplace, weights.policy)
+    folder, lines = checked_weights(weights.folder, job, workplace, weights.policy, weights.first_model)
     workplace.own_engines.use(weights.devices)
     # A server that is not this run's is never compared.
     known = known_logprobs(weights.folder, job, workplace, settings) if settings.manages_engine else None
@@ -58,13 +60,13 @@ def load_weights(
 
 
 def checked_weights(
-    model: Path, job: RowJob, workplace: Workplace, policy: str = ""
+    model: Path, job: RowJob, workplace: Workplace, policy: str = "", first_model: Path | None = None
 ) -> tuple[Path, list[JsonObject]]:
     """The folder to load (this node's own copy of the policy in `model`, else `model` itself), and lines for the journal. Each version's
     files are verified once.
 
     `policy`: the published identity, which is compared with the folder's each time. The run's first model and a user's model folder have no
-    manifest, so they are not verified. Raises ProgramFailed, Cancelled.
+    manifest, so they are not verified. `first_model`: to which adapters belong. Raises ProgramFailed, Cancelled.
     """
     copies, version = workplace.weights, model.parent.name
     with job.using_directory(f"checking {version}"):
@@ -77,8 +79,15 @@ def checked_weights(
     with job.using_directory(f"checking {version}"):
         if not workplace.patiently(job, (model.parent / checkpoints.MANIFEST).exists):
             return model, []
+        if (
+            copies is None
+            and not workplace.patiently(job, partial(checkpoints.read_manifest, model.parent)).whole
+        ):
+            # Nobody has asked for copies here, but an engine needs whole weights.
+            copies = workplace.weights = WeightsCopy(workplace.work_dir / "weights")
+            files.make_dirs(copies.folder)
         if copies is not None:
-            why_not = workplace.patiently(job, partial(copies.confirm, model, job.live_on))
+            why_not = workplace.patiently(job, partial(copies.confirm, model, job.live_on, first_model))
         if copies is None or why_not:
             # Reading the files here also brings them into the page cache for the engines.
             workplace.patiently(job, partial(_check_all, model, job))

@@ -186,7 +186,9 @@ class WorkingNode(Node):
             log_path, last_look = self.workplace.log_path, self._refuse_if_outdated
             patiently = partial(self.workplace.patiently, job)
             manifest = patiently(partial(checkpoints.check_sizes, folder))
-            patiently(partial(checkpoints.publish_link, log_path, folder, last_look))
+            publish_link = partial(checkpoints.publish_link, log_path, folder, last_look)
+            # model.pt names the newest version that any program can load.
+            patiently(publish_link if manifest.whole else last_look)
             known = folder.name, manifest.digest, best, publication.previous
             decision = PublishDecision(publication.policy_version, *known)
             best_fields = {"best_policy_version": best.version, "best_reward": best.reward} if best else {}

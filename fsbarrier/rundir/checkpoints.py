@@ -1,9 +1,13 @@
 """Policy versions on disk. Each is a folder, which is complete when it has a manifest; the run points at one of them.
 
-    checkpoints/policy-000006.g0003/model/      Hugging Face folder, what vLLM loads
+    checkpoints/policy-000006.g0003/model/      Hugging Face folder; without weights if the version is not whole
+    checkpoints/policy-000006.g0003/delta/      what changed in the weights of an earlier version, if the version is not whole
     checkpoints/policy-000006.g0003/trainer/    resumable trainer state
     checkpoints/policy-000006.g0003/MANIFEST.json   sizes and SHA-256 of all files; written last
-    model.pt -> checkpoints/policy-000006.g0003/model
+    model.pt -> checkpoints/policy-000001.g0001/model   the newest whole version
+
+A version is whole, or its weights are made of a base and what the version adds to it: adapters (`model/adapter/`), merged into the run's
+first model, or a delta. training/materialise.py makes it whole.
 
 A folder is never renamed, and never changed once it has a manifest. Standard library only.
 """
@@ -17,8 +21,9 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Self
 
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.rundir.hashed_file import FileDigest, copy_hashed, digest_of
@@ -39,31 +44,88 @@ class PolicyUnreadable(ProgramFailed):
 
 
 @dataclass(frozen=True, slots=True)
+class Base:
+    """The weights to which a policy version adds its own part.
+
+    `folder`: the whole version that a delta changes; "": the run's first model, to which adapters belong. `digest`: of that version's
+    manifest, or of the first model's weights. `files`: the files of weights that base and delta make, as if they lay in the version's
+    folder. With adapters there are none, since each node rounds its own merge. `renamed`: the names of adapted weights in the first model's
+    files, where they differ from the trainer's.
+    """
+
+    folder: str
+    digest: str
+    files: Mapping[str, FileDigest] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, object]:
+        renamed = {"renamed": dict(self.renamed)} if self.renamed else {}
+        return {"folder": self.folder, "digest": self.digest, "files": _listing(self.files), **renamed}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """Raises ValueError, LookupError, TypeError, AttributeError."""
+        folder = str(value["folder"])
+        if folder and POLICY_FOLDER.parse(folder) is None:
+            raise ValueError(f"{folder!r} is no folder of a policy version")
+        renamed = {str(name): str(other) for name, other in value.get("renamed", {}).items()}
+        return cls(folder, str(value["digest"]), _listed(value["files"]), renamed)
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """The files of a policy version's folder, by their relative names.
 
     `state_in`: the folder with the trainer state from which the run resumes if the processes that trained this version are gone. "": this
     folder; None: no state was saved yet, so the run would begin again with its first model. `trained_since`: the batches in
-    checkpoints/batches/ that were trained after that state, up to this version, in order.
+    checkpoints/batches/ that were trained after that state, up to this version, in order. `base`: what its weights are made of; None: they
+    are in this folder. A version with adapters names its base also if the merged weights are in the folder.
     """
 
     policy_version: int
     files: Mapping[str, FileDigest]
     state_in: str | None = ""
     trained_since: tuple[str, ...] = ()
+    base: Base | None = None
 
     def encode(self) -> bytes:
         """The content of its file."""
-        listed = {name: {"bytes": file.size, "sha256": file.sha256} for name, file in self.files.items()}
-        body = {"policy_version": self.policy_version, "files": listed}
+        body = {"policy_version": self.policy_version, "files": _listing(self.files)}
         elsewhere = {} if self.state_in == "" else {"state_in": self.state_in}
         since = {"trained_since": list(self.trained_since)} if self.trained_since else {}
-        return json.dumps(body | elsewhere | since, indent=1).encode()
+        base = {} if self.base is None else {"base": self.base.as_json()}
+        return json.dumps(body | elsewhere | since | base, indent=1).encode()
+
+    @property
+    def whole(self) -> bool:
+        """Whether its folder has all weights, so that any program can load `model/`."""
+        return self.base is None or any(is_weights(name) for name in self.files)
+
+    @property
+    def model_files(self) -> dict[str, FileDigest]:
+        """The files of `model/` that are known beforehand, in its folder or made of its base."""
+        made = {} if self.base is None else self.base.files
+        return {name: file for name, file in {**self.files, **made}.items() if name.startswith("model/")}
 
     @property
     def digest(self) -> str:
         """A digest of the content of all files, which identifies this policy."""
         return hashlib.sha256(self.encode()).hexdigest()
+
+
+def is_weights(name: str) -> bool:
+    """Whether a file of a version, by its relative name, has weights of the model (adapters are in a folder of their own)."""
+    return name.startswith("model/") and name.count("/") == 1 and name.endswith((".safetensors", ".bin"))
+
+
+def _listing(listed: Mapping[str, FileDigest]) -> dict[str, object]:
+    return {name: {"bytes": file.size, "sha256": file.sha256} for name, file in listed.items()}
+
+
+def _listed(value: Mapping[str, Any]) -> dict[str, FileDigest]:
+    return {
+        _inner_name(name): FileDigest(int(item["bytes"]), str(item["sha256"])) for name, item in value.items()
+    }
 
 
 def identity(folder: str, digest: str) -> str:
@@ -117,12 +179,9 @@ def read_manifest(folder: Path) -> Manifest:
         state_in = body.get("state_in", "")
         if state_in and POLICY_FOLDER.parse(state_in) is None:
             raise ValueError(f"{state_in!r} is no folder of a policy version")
-        listed = {
-            _inner_name(name): FileDigest(int(item["bytes"]), str(item["sha256"]))
-            for name, item in body["files"].items()
-        }
         since = tuple(map(_inner_name, body.get("trained_since", ())))
-        return Manifest(int(body["policy_version"]), listed, state_in, since)
+        base = Base.from_json(body["base"]) if "base" in body else None
+        return Manifest(int(body["policy_version"]), _listed(body["files"]), state_in, since, base)
     except FileNotFoundError:
         raise ProgramFailed(f"{folder} is no complete policy version: it has no {MANIFEST}") from None
     except (
@@ -165,7 +224,7 @@ def _inner_name(name: str) -> str:
 
 
 def check_sizes(folder: Path) -> Manifest:
-    """Check that every file of a policy version is a plain file of the right size, without reading it.
+    """Check that every file of a policy version is a plain file of the right size, without reading it, and that its base is there.
 
     Raises ProgramFailed naming the first bad one.
     """
@@ -178,6 +237,20 @@ def check_sizes(folder: Path) -> Manifest:
             size = os.fstat(fd).st_size
         if size != digest.size:
             raise ProgramFailed(f"{path} has {size} bytes; {MANIFEST} says {digest.size}")
+    if manifest.base is not None and manifest.base.folder:
+        check_anchor(folder, manifest.base)
+    return manifest
+
+
+def check_anchor(folder: Path, base: Base) -> Manifest:
+    """Check that the version that a delta in `folder` changes is the one that it was made for; returns its manifest. Raises
+    ProgramFailed."""
+    anchor = folder.parent / base.folder
+    manifest = read_manifest(anchor)
+    if manifest.digest != base.digest:
+        raise ProgramFailed(
+            f"{anchor} is not the version to which the delta in {folder.name} belongs: its {MANIFEST} was changed"
+        )
     return manifest
 
 

@@ -71,9 +71,9 @@ def remove_old_versions(
 ) -> list[Path]:
     """Remove policy versions, except the newest `keep` (0: remove none), every `every`-th (0: no such exception) and the folder `best`.
 
-    `current`, the version before it, which a node may still be loading, and versions with a trainer state that a kept version needs always
-    stay. Returns the removed folders. While the mount fails, or a kept version's manifest cannot be read, all stay until the next time.
-    `between` is called before each removal, and may raise.
+    These always stay: `current`, the version before it, which a node may still be loading, the one that model.pt names, and those whose
+    trainer state or weights a kept version needs. Returns the removed folders. While the mount fails, or a needed manifest cannot be
+    read, all stay until the next time. `between` is called before each removal, and may raise.
     """
     if keep <= 0:
         return []
@@ -83,14 +83,21 @@ def remove_old_versions(
         return []
     newest = [version for version, _ in folders if version <= _version(current)]
     spared = set(sorted(set(newest), reverse=True)[: max(keep, 2)])
+    kept = {
+        folder.name for version, folder in folders if version in spared or (every and version % every == 0)
+    }
     try:
-        needed = {best, *(_state_in(folder) for version, folder in folders if version in spared)}
+        served = checkpoints.served_policy(log_path)
+        kept |= {names.POLICY_FOLDER.build(served.number, served.generation)} if served is not None else set()
+        states = {_manifest(folder).state_in for version, folder in folders if version in spared}
+        kept |= {name for name in (best, *states) if name}
+        bases = [_manifest(folder).base for _, folder in folders if folder.name in kept]
+        kept |= {base.folder for base in bases if base is not None}
     except (OSError, ProgramFailed):
         return []
     removed = []
     for version, folder in folders:
-        wanted = version in spared or folder.name in needed or (every and version % every == 0)
-        if not wanted and version < _version(current):
+        if folder.name not in kept and version < _version(current):
             between()
             with contextlib.suppress(OSError):
                 _remove_version(folder)
@@ -106,11 +113,11 @@ def _remove_version(folder: Path) -> None:
     files.remove(folder, log_path)
 
 
-def _state_in(folder: Path) -> str | None:
-    """The folder of the version whose trainer state this version needs. Raises OSError; ProgramFailed if its manifest exists but is
-    unreadable, since it may name any other version."""
-    listed = os.listdir(folder)
-    return checkpoints.read_manifest(folder).state_in if checkpoints.MANIFEST in listed else None
+def _manifest(folder: Path) -> checkpoints.Manifest:
+    """The manifest of a version, which says what other versions it needs; an empty one of a version that is not complete. Raises OSError;
+    ProgramFailed if it exists but is unreadable, since it may name any other version."""
+    complete = checkpoints.MANIFEST in os.listdir(folder)
+    return checkpoints.read_manifest(folder) if complete else checkpoints.Manifest(0, {})
 
 
 def _version(folder: Path) -> int:

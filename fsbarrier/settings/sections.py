@@ -492,6 +492,9 @@ class CheckpointSettings(Section):
     keep: EachSession[Count] = 3
     #: Keep every N-th policy version permanently; 0: none.
     keep_every: EachSession[CountOrZero] = 0
+    #: Publish every N-th policy version whole, and the others as what has changed since the last whole one. Only with copies of weights on
+    #: each node (`weights_dir`), and weights in bfloat16. Adapters (`lora.rank`) are published alone until a session ends.
+    whole_every: EachSession[Count] = 10
     #: Save the trainer state with every N-th policy version; processes that end after an update (`trainer.keep`) save it each time. If N
     #: > 1, after a node leaves or comes back, or a restart, up to N - 1 updates are trained again from their batches.
     trainer_every: EachSession[Count] = 1

@@ -1,7 +1,7 @@
 """Writes a new policy version from all processes in parallel: each byte once, hashed while it is written.
 
     model/model-00001-of-00004.safetensors   whole layers in the serving precision; each file written by one process
-    model/adapter/                           with LoRA: the merged adapters, in peft's format
+    model/adapter/                           with LoRA: the adapters, in peft's format; then usually without the files of weights
     trainer/part-00003.safetensors           process 3's part of the fp32 weights and both moments
     trainer/layout.json                      the positions of those parts in the whole tensors
     critic/model, critic/trainer             the same of a critic, where the trainer state is saved
@@ -31,14 +31,18 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from fsbarrier.engine.model import INDEX
 from fsbarrier.errors import ProgramFailed, first_line
+from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rundir import checkpoints, known_logprobs
 from fsbarrier.rundir.checkpoints import ADAPTER
-from fsbarrier.rundir.hashed_file import FileDigest, digest_of, write_hashed
+from fsbarrier.rundir.hashed_file import FileDigest, copy_hashed, digest_of, write_hashed
 from fsbarrier.rundir.known_logprobs import KnownLogprobs
 from fsbarrier.store import files
 from fsbarrier.training import safetensors_file
 from fsbarrier.training.beside_weights import write_beside
+from fsbarrier.training.delta_write import Against, is_worth_it
 from fsbarrier.training.lora import Adapters
+from fsbarrier.training.materialise import DELTA, README_NAME, readme
+from fsbarrier.training.merge_adapters import CONFIG, WEIGHTS
 from fsbarrier.training.processes import gather_json
 from fsbarrier.training.safetensors_file import StoredPart, StoredTensor
 from fsbarrier.training.slices import Partitioned, Shares, parts_to_write, whole_tensor
@@ -49,7 +53,7 @@ T = TypeVar("T")
 
 # Maximum size of a weight file, and the size below which files are not split just to give every process one.
 LARGEST_FILE, SMALLEST_FILE = 5 << 30, 256 << 20
-FOLDERS = ("model", "trainer", CRITIC)
+FOLDERS = ("model", "trainer", CRITIC, DELTA)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +88,8 @@ class NewVersion:
     `beside`: the folder whose tokenizer and other small files are copied; None: there are none. `trainer`: None: its state is not saved
     with this version; then `state_in` is for the Manifest. `copy`: where this node gets a copy of the weights, if there is room; None:
     nowhere. `critic`: what is saved of it in a folder of its own. `known`: what an engine must compute with these weights; None: not known.
+    `base`, `whole`: with adapters, what they belong to, and whether the merged weights are written too. `against`: the version becomes a
+    delta, if that pays.
     """
 
     policy_version: int
@@ -98,6 +104,9 @@ class NewVersion:
     copy: NodeCopy | None = None
     critic: NewVersion | None = None
     known: KnownLogprobs | None = None
+    base: checkpoints.Base | None = None
+    whole: bool = True
+    against: Against | None = None
 
     @property
     def models(self) -> dict[str, NewVersion]:
@@ -113,9 +122,11 @@ class NewVersion:
 
 @dataclass
 class Written:
-    """The files that one process wrote: digests by name in the folder, the file of each weight, the parts of the trainer's tensors."""
+    """The files that one process wrote: digests by name in the folder, the file of each weight, the parts of the trainer's tensors. `made`:
+    the files of weights that its deltas make."""
 
     digests: dict[str, FileDigest] = field(default_factory=dict)
+    made: dict[str, FileDigest] = field(default_factory=dict)
     weights: dict[str, str] = field(default_factory=dict)
     parts: dict[str, StoredPart] = field(default_factory=dict)
 
@@ -133,7 +144,42 @@ def save(out: Path, version: NewVersion, rank: int, world: int) -> str:
         out, lambda: [msgspec.to_builtins(_write(out / name, model, rank, world)) for name, model in models]
     )
     written = msgspec.convert(sent, list[list[Written]])
+    if version.against is not None:
+        version = _settle(out, version, version.against, written, rank)
     return _together(out, lambda: _commit(out, version, written) if rank == 0 else "")[0]
+
+
+def _settle(
+    out: Path, version: NewVersion, against: Against, written: list[list[Written]], rank: int
+) -> NewVersion:
+    """Decide by bytes whether the version stays a delta. Otherwise each process copies its files of weights from its node's copy."""
+    copy, of_policy = version.copy, [of_process[0] for of_process in written]
+    digests, made = dict[str, FileDigest](), dict[str, FileDigest]()
+    for process in of_policy:
+        digests |= process.digests
+        made |= process.made
+    worth_it = is_worth_it(digests, made)
+
+    def publish_whole() -> JsonObject:
+        copied = Written()
+        if copy is not None and not worth_it:
+            here = copy.place.unchecked(out.name).parent
+            copied.digests = {name: copy_hashed(here / name, out / name) for name in of_policy[rank].made}
+        return msgspec.to_builtins(copied)  # type: ignore[no-any-return]
+
+    copied = msgspec.convert(_together(out, publish_whole), list[Written])
+    if copy is not None and rank == copy.ranks[0]:
+        # Its engines have other weights in memory, and the next version is made of the new copy.
+        copy.place.discard(against.before.name)
+    if worth_it:
+        return version
+    for process, whole in zip(of_policy, copied, strict=True):
+        process.digests = {name: one for name, one in process.digests.items() if not name.startswith(DELTA)}
+        process.digests |= whole.digests
+        process.made = {}
+    if rank == 0:
+        files.discard(out / DELTA)
+    return replace(version, against=None)
 
 
 def _together(out: Path, act: Callable[[], T]) -> list[T]:
@@ -160,16 +206,18 @@ def _begin(out: Path, version: NewVersion, rank: int) -> bool:
         if (out / checkpoints.MANIFEST).exists():
             raise ProgramFailed(f"{out} is already a complete policy version; nothing was written")
         _make_empty(out)
-    if version.copy is None or rank != version.copy.ranks[0]:
+    if not version.whole or version.copy is None or rank != version.copy.ranks[0]:
         return False
-    return version.copy.place.begin(out.name, sum(sizes_on_disk(version.weights, version.dtype).values()))
+    size = sum(sizes_on_disk(version.weights, version.dtype).values())
+    before = version.against.before.name if version.against is not None else ""
+    return version.copy.place.begin(out.name, size, keep=before)
 
 
 def _make_empty(folder: Path) -> None:
     """Remove the files of an attempt that ended before its manifest."""
     for leftover in FOLDERS:
         files.discard(folder / leftover)
-    for name in (checkpoints.MANIFEST, known_logprobs.NAME):
+    for name in (checkpoints.MANIFEST, known_logprobs.NAME, README_NAME):
         (folder / name).unlink(missing_ok=True)
     files.make_dirs(folder)
 
@@ -177,13 +225,16 @@ def _make_empty(folder: Path) -> None:
 def _write(out: Path, version: NewVersion, rank: int, world: int) -> Written:
     written = Written()
     files.make_dirs(out / "model")
-    _write_weights(out, version, rank, world, written)
+    if version.whole:
+        _write_weights(out, version, rank, world, written)
     if version.adapters is not None:
         _write_adapters(out / "model" / ADAPTER, version.model, version.adapters, rank, written)
     if rank == 0:
         beside = write_beside(out, version.beside, version.model.config, version.dtype)
         written.digests |= {f"model/{name}": digest for name, digest in beside.items()}
     files.fsync_dir(out / "model")
+    if written.made:
+        files.fsync_dir(out / DELTA)
     if version.trainer is not None:
         files.make_dirs(out / "trainer")
         _write_part(out / "trainer", version.trainer, rank, world, written)
@@ -211,9 +262,15 @@ def _write_weights(out: Path, version: NewVersion, rank: int, world: int, writte
         if copy is not None:
             copy.write(out.name, file, stored)
         if owner == rank:
+            written.weights |= dict.fromkeys(stored, file)
+            against = version.against if copy is not None else None
+            delta = against.write(copy.place, out, file) if copy is not None and against is not None else None
+            if delta is not None:
+                written.digests[f"{DELTA}/{file}.delta"] = delta.delta
+                written.made[f"model/{file}"] = delta.made
+                continue
             path = out / "model" / file
             written.digests[f"model/{file}"], _ = safetensors_file.write(path, stored)
-            written.weights |= dict.fromkeys(stored, file)
 
 
 def _write_adapters(
@@ -224,10 +281,9 @@ def _write_adapters(
     }
     if rank == 0:
         files.make_dirs(folder)
-        weights = "adapter_model.safetensors"
-        written.digests[f"model/{ADAPTER}/{weights}"], _ = safetensors_file.write(folder / weights, tensors)
+        written.digests[f"model/{ADAPTER}/{WEIGHTS}"], _ = safetensors_file.write(folder / WEIGHTS, tensors)
         adapters.config.save_pretrained(folder)
-        written.digests[f"model/{ADAPTER}/adapter_config.json"] = digest_of(folder / "adapter_config.json")
+        written.digests[f"model/{ADAPTER}/{CONFIG}"] = digest_of(folder / CONFIG)
         files.fsync_dir(folder)
 
 
@@ -301,7 +357,14 @@ def _commit(out: Path, version: NewVersion, written: Sequence[Sequence[Written]]
         digests |= {prefix + name: digest for name, digest in completed.items()}
     if version.known is not None:
         digests[known_logprobs.NAME] = write_hashed(out / known_logprobs.NAME, version.known.encode())
-    manifest = checkpoints.Manifest(version.policy_version, digests, version.state_in, version.trained_since)
+    base = version.base
+    if version.against is not None:
+        base = version.against.base({name: one for of in written for name, one in of[0].made.items()})
+    if base is not None and not any(map(checkpoints.is_weights, digests)):
+        digests[README_NAME] = write_hashed(out / README_NAME, readme(out, version.policy_version, base))
+    manifest = checkpoints.Manifest(
+        version.policy_version, digests, version.state_in, version.trained_since, base
+    )
     return checkpoints.commit(out, manifest).digest
 
 
@@ -315,7 +378,12 @@ def _complete(out: Path, version: NewVersion, written: Sequence[Written]) -> dic
     if version.trainer is not None:
         layout = f"trainer/{LAYOUT}"
         digests[layout] = _write_layout(out / layout, version.trainer, version.policy_version, written)
-    total = sum(digests[f"model/{file}"].size for file in set(weights.values()))
+    if not version.whole:
+        return digests
+    sizes = dict(digests)
+    for process in written:
+        sizes |= process.made
+    total = sum(sizes[f"model/{file}"].size for file in set(weights.values()))
     return digests | write_index(out / "model", weights, total)
 
 

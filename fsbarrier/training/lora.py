@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, Hu et al. 2021), added to the policy by peft and trained instead of it.
 
-The adapters are merged into the served weights, so engines do not need LoRA support. The frozen policy stays in its compute precision; the
-adapters are in float32.
+A version consists of the adapters alone, where every node can merge them itself (merge_adapters.py). The frozen policy stays in its compute
+precision; the adapters are in float32.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from fsbarrier.errors import UsageError
 from fsbarrier.settings.sections import LoraSettings
+from fsbarrier.training.merge_adapters import PREFIX
 from fsbarrier.training.policy import decoder_of
 from fsbarrier.training.slices import distinct, whole_tensor
 
 # peft's name of the only adapter. Names of parameters contain it in the model, but not in files.
 ADAPTER = "default"
-# How the names of parameters begin in peft's files, which name them in a wrapped model.
-PREFIX = "base_model.model."
 NAMEABLE = "name linear layers in lora.targets, such as q_proj,k_proj,v_proj,o_proj"
 
 
@@ -78,6 +78,22 @@ class Adapters:
             for name, value in distinct(causal.state_dict(keep_vars=True)).items()
             if ".lora_" not in name
         }
+
+    def renamed(self, causal: PreTrainedModel) -> dict[str, str] | None:
+        """The names of the adapted weights in the model's files, where they differ from the model's own. None: the files have an adapted
+        weight in another form, for example as a part of another one, so that nobody but the trainer can merge the adapters."""
+        names = {}
+        for name in self.layers:
+            weight = torch.empty(1, device="meta")
+            try:
+                stored = revert_weight_conversion(causal, {name: weight})
+            except Exception:
+                # A conversion that needs several weights, or their shape.
+                return None
+            if len(stored) != 1 or next(iter(stored.values())).shape != weight.shape:
+                return None
+            names[name] = next(iter(stored))
+        return {name: other for name, other in names.items() if name != other}
 
     def merged(self, name: str, weight: Tensor) -> Tensor:
         """One of the `weights` with its adapter merged. Every process must call this in the same order."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from fsbarrier.errors import ProgramFailed
 from fsbarrier.rundir import checkpoints
+from fsbarrier.rundir.checkpoints import Base
 from fsbarrier.settings.sections import Settings
 from fsbarrier.specs import UpdateSpec
+from fsbarrier.training import materialise, merge_adapters
 from fsbarrier.training.checkpoint_write import NodeCopy
 from fsbarrier.training.processes import Processes, gather_json
 from fsbarrier.training.trainer import Trainer
@@ -20,7 +24,8 @@ from fsbarrier.wording import counted
 class Beginning:
     """`model`: the folder of the weights. `state_in`: the newest version with a trainer state, if any; `trained_since`: the batches that
     led from it to the policy to train. `again`: those of them to train again first, because the processes that had trained them have ended.
-    `went_back`: an earlier policy is trained. `note`: a message for people, if processes were lost."""
+    `went_back`: an earlier policy is trained. `note`: a message for people, if processes were lost. `base`: with adapters,
+    the first model, into which every node can merge them; None: no node can."""
 
     trainer: Trainer
     model: Path
@@ -29,6 +34,7 @@ class Beginning:
     again: tuple[str, ...] = ()
     went_back: bool = False
     note: str = ""
+    base: Base | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,7 @@ class KeptTrainer:
     trainer: Trainer
     policy: str
     settings: Settings
+    base: Base | None
 
     def serves(self, policy: str, settings: Settings) -> bool:
         """Whether it equals the trainer that would be loaded. Some settings (weight decay; DeepSpeed's maximum norm) are read only when a
@@ -56,10 +63,58 @@ def reuse_kept(held: KeptTrainer | None, spec: UpdateSpec, settings: Settings) -
     if not agreed or held is None or spec.trainer_state is None:
         return None
     state_in, since = checkpoints.newest_state(spec.trainer_state.parent)
-    return Beginning(held.trainer, spec.model, state_in, since)
+    return Beginning(held.trainer, spec.model, state_in, since, base=held.base)
 
 
 def load_start(
+    processes: Processes, settings: Settings, copy: NodeCopy | None, spec: UpdateSpec
+) -> Beginning:
+    """Load the policy to train with its trainer state, and compare the first model with the one to which its adapters belong."""
+    base = first_model_as_base(processes, settings, spec) if settings.lora.rank else None
+    start = _load_start(processes, settings, copy, spec)
+    adapters = start.trainer.adapters
+    renamed = None if adapters is None else adapters.renamed(start.trainer.model.causal)
+    return start if base is None or renamed is None else replace(start, base=replace(base, renamed=renamed))
+
+
+def first_model_as_base(processes: Processes, settings: Settings, spec: UpdateSpec) -> Base | None:
+    """The run's first model, by the digest of its weights, which one process of each node reads; None if adapters cannot be merged into its
+    files. Every process must call this. Raises ProgramFailed if nodes see different weights, or others than the adapters belong to."""
+    model = spec.first_model
+    here = merge_adapters.digest_of(model) if processes.speaks_for_its_node else ""
+    seen = {digest for digest in gather_json(here) if digest}
+    if len(seen) > 1:
+        raise ProgramFailed(
+            f"{model}: the nodes see different weights in it; each needs the same first model"
+        )
+    base = Base("", seen.pop())
+    if spec.trainer_state is not None:
+        before = checkpoints.read_manifest(spec.trainer_state.parent).base
+        if before is not None and (before.folder, before.digest) != (base.folder, base.digest):
+            raise materialise.another_model(spec.trainer_state.parent, model)
+    return None if merge_adapters.why_not_mergeable(model) else base
+
+
+def whole_model(version: Path, copy: NodeCopy | None, first_model: Path) -> Path:
+    """The model folder of a version with all weights: this node's copy, the version's own, or made of what the version has. With adapters
+    the version's own, since these are put into the first model anyway. Every process must call this. Raises ProgramFailed, OSError."""
+    model = version / "model"
+    base = checkpoints.read_manifest(version).base
+    if base is not None and base.folder:
+        if copy is None:
+            raise ProgramFailed(
+                f"{version.name} is not whole, and this node has no place to make its weights; give checkpoint.weights_dir=DIR"
+            )
+        why_not = ""
+        # The first process of each node makes it; the others wait.
+        if copy.place.nearest(model) == model and int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            why_not = copy.place.confirm(model, lambda: None, first_model)
+        for reason in filter(None, gather_json(why_not)):
+            raise ProgramFailed(reason)
+    return model if copy is None else copy.place.nearest(model)
+
+
+def _load_start(
     processes: Processes, settings: Settings, copy: NodeCopy | None, spec: UpdateSpec
 ) -> Beginning:
     """Load the policy to train with its trainer state from the shared directory.
@@ -83,12 +138,12 @@ def load_start(
     checkpoints.check_identity(version, spec.policy)
     state_in, since = checkpoints.newest_state(version)
     if state_in == version.name:
-        here = model if copy is None else copy.place.nearest(model)
+        here = whole_model(version, copy, first)
         return Beginning(load(here, version / "trainer", policy_version), model, state_in)
     origin, state, number = first, None, 0
     if state_in is not None:
         before = version.parent / state_in
-        origin, state = before / "model", before / "trainer"
+        origin, state = whole_model(before, copy, first), before / "trainer"
         number = checkpoints.read_manifest(before).policy_version
     lost = (
         f"policy version {policy_version} was saved without its trainer state (checkpoint.trainer_every), and the processes that held it "

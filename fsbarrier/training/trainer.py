@@ -13,6 +13,7 @@ import torch
 
 from fsbarrier.planning.memory import UpdateLoad
 from fsbarrier.rundir import checkpoints
+from fsbarrier.rundir.checkpoints import Base
 from fsbarrier.rundir.known_logprobs import KnownLogprobs
 from fsbarrier.settings.sections import OptimizerSettings, Settings
 from fsbarrier.training import checkpoint_write, policy
@@ -24,6 +25,7 @@ from fsbarrier.training.deepspeed_backend import (
     layout_of,
     partitioned_model,
 )
+from fsbarrier.training.delta_write import Against
 from fsbarrier.training.lora import Adapters
 from fsbarrier.training.policy_model import PolicyModel, TokenModel, ValueModel, packs
 from fsbarrier.training.processes import Processes
@@ -118,12 +120,15 @@ class Trainer(Trained):
         trained_since: tuple[str, ...] = (),
         copy: NodeCopy | None = None,
         known: KnownLogprobs | None = None,
+        base: Base | None = None,
+        whole: bool = True,
+        against: Against | None = None,
     ) -> str:
         """Save the new policy version to `out`; returns its identity.
 
         Every process must call this and writes its part; if one fails, all fail. Also copies the model folder's other files.
-        `state_in`: "": the trainer state is saved too; otherwise see checkpoints.Manifest, also for `trained_since`. `known`: see
-        NewVersion. Raises ProgramFailed.
+        `state_in`: "": the trainer state is saved too; otherwise see checkpoints.Manifest, also for `trained_since`. `known`,
+        `base`, `whole`, `against`: see NewVersion. Raises ProgramFailed.
         """
         model, adapters = self.model.causal, self.adapters
         dtype = self.processes.serving_dtype
@@ -152,6 +157,9 @@ class Trainer(Trained):
             copy=copy,
             critic=critic,
             known=known,
+            base=base,
+            whole=whole,
+            against=against,
         )
         digest = checkpoint_write.save(out, new, self.processes.rank, self.processes.world)
         return checkpoints.identity(out.name, digest)

@@ -37,6 +37,7 @@ from fsbarrier.training.advantages import (
 from fsbarrier.training.batch import TrainingBatch
 from fsbarrier.training.checkpoint_write import NodeCopy
 from fsbarrier.training.critic import train_critic, with_values
+from fsbarrier.training.delta_write import Against
 from fsbarrier.training.engine_check import known_logprobs
 from fsbarrier.training.log_prob_pass import held_out_loss, with_old, with_reference
 from fsbarrier.training.optimizer_step import Sums, train
@@ -96,14 +97,14 @@ class Updates:
         # The state must be saved if these processes end after the update, because nothing else holds it.
         with_state = (
             spec.new_policy_version % settings.checkpoint.trainer_every == 0
-            or spec.identity.iteration == settings.iterations
+            or update.ends_a_session
             or not (JOBS in os.environ and self._fit)
             # Processes were lost before this update: save, so that losing them again repeats no more than this time.
             or start.note != ""
         )
         new = update.save(start, known, with_state=with_state)
         peak = update.processes.peak_memory_bytes()
-        self._held = KeptTrainer(start.trainer, new, update.settings)
+        self._held = KeptTrainer(start.trainer, new, update.settings, start.base)
         if not update.processes.speaks_for_its_node:
             return None
         return replace(
@@ -224,6 +225,29 @@ class Update:
         folder = RunPaths(identity.log_path).node_logs(identity.incarnation, identity.node_rank)
         return profiled(folder, f"profile.iteration{iteration}.rank{rank}")
 
+    @property
+    def ends_a_session(self) -> bool:
+        """Whether this is the last update of the session, as far as that is known."""
+        return self.spec.identity.iteration == self.settings.iterations
+
+    def publishes_adapters(self, start: Beginning) -> bool:
+        """Whether the version consists of its adapters alone, since each node has a place where it merges them. Every process must call
+        this."""
+        everywhere = all(gather_json(self.spec.weights_dir is not None))
+        return everywhere and start.base is not None and not self.ends_a_session
+
+    def anchor(self) -> Against | None:
+        """The version that this one may be a delta of; None if it is published whole. Weights in float32 change nearly everywhere. Every
+        process must call this."""
+        spec, every = self.spec, self.settings.checkpoint.whole_every
+        moves_little = self.processes.serving_dtype is not torch.float32 and not self.settings.lora.rank
+        # After a failed attempt the anchor may be what is damaged.
+        before = spec.trainer_state.parent if spec.trainer_state is not None else None
+        known = None
+        if moves_little and self.copy is not None and not self.ends_a_session and not spec.identity.attempt:
+            known = None if before is None else Against.of(before, spec.new_policy_version, every)
+        return known if all(gather_json(known is not None)) else None
+
     def save(self, start: Beginning, known: KnownLogprobs | None, *, with_state: bool) -> str:
         """Save this process's part of the new version; returns the new policy's identity."""
         return start.trainer.save(
@@ -234,6 +258,9 @@ class Update:
             trained_since=() if with_state else (*start.trained_since, self.spec.batch.name),
             copy=self.copy,
             known=known,
+            base=start.base,
+            whole=not self.publishes_adapters(start),
+            against=self.anchor(),
         )
 
     @property

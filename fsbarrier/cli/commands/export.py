@@ -25,10 +25,14 @@ DATA_SUFFIXES = (
 )
 
 
-ONLY_POLICY, ONLY_TABLE = ("--policy-version", "--critic", "--push"), ("--iteration", "--no-tokens")
+ONLY_POLICY, ONLY_TABLE = (
+    ("--policy-version", "--critic", "--adapter", "--push"),
+    ("--iteration", "--no-tokens"),
+)
 POLICY_FLAGS = {
     "--policy-version V": "policy version (default: the one the run serves now; 0: the initial model)",
     "--critic": "the critic that was saved with it (a token classifier with one label) instead of the policy",
+    "--adapter": "the adapters (lora.rank) alone, in peft's format, instead of the policy with these merged",
     "--push REPO": "also upload the folder to the Hugging Face Hub (or $HF_ENDPOINT); a new repository is private",
     "--json": "print JSON",
 }
@@ -65,14 +69,22 @@ def main(args: argparse.Namespace) -> int:
     record = load(log_path)
     if target.is_symlink() or (target.exists() and not (target.is_dir() and not any(target.iterdir()))):
         raise UsageError(f"{target}: already exists; name a new folder")
-    part = policy_export.CRITIC if args.critic else "model"
+    if args.critic and args.adapter:
+        raise UsageError("--critic: contradicts --adapter; give one of the two")
+    part = (
+        policy_export.CRITIC
+        if args.critic
+        else policy_export.ADAPTERS
+        if args.adapter
+        else policy_export.POLICY
+    )
     chosen = policy_export.find(record, args.policy_version, part=part)
     make_parents(target)
     try:
         policy_export.export(chosen, target)
     except OSError as error:
         raise StoreError(f"{error.filename or target}: {error.strerror or error}") from None
-    title = f"{'critic of ' * args.critic}policy version {chosen.version} of run {printable(record.run_id)}"
+    title = f"{'critic of ' * args.critic}{'adapters of ' * args.adapter}policy version {chosen.version} of run {printable(record.run_id)}"
     pushed = printable(policy_export.push(target, args.push, title)) if args.push else None
     if args.json:
         result = {"policy_version": chosen.version, "folder": str(target), "from": str(chosen.model)}

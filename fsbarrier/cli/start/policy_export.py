@@ -1,4 +1,4 @@
-"""Exports a policy version of a run as a Hugging Face model folder: finds, copies, verifies and uploads it.
+"""Exports a policy version of a run as a Hugging Face model folder: finds it, makes it whole, verifies and uploads it.
 
 Also for `init_from`, which starts a run from another run's policy.
 """
@@ -9,18 +9,20 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fsbarrier.engine import model as model_folder
 from fsbarrier.errors import ProgramFailed, UsageError, first_line
 from fsbarrier.rundir import checkpoints, runrecord
 from fsbarrier.rundir.hashed_file import FileDigest, copy_hashed
+from fsbarrier.rundir.newest_version import newest_version
 from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.store import files, reading
+from fsbarrier.training.materialise import materialise
 
-#: the folder of a policy version with the critic's weights
-CRITIC = "critic/model"
+#: the folders of a policy version with the policy, with the critic's weights, and with adapters alone
+POLICY, CRITIC, ADAPTERS = "model", "critic/model", f"model/{checkpoints.ADAPTER}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +34,21 @@ class VersionToExport:
     digests: Mapping[str, FileDigest] = field(default_factory=dict)
     # The run directory that contains the model; links below it are not followed. None: the model is outside a run.
     root: Path | None = None
+    # The folder of the version whose policy is exported (None: it is no policy version, or only a part of one), and the first model of its
+    # run, to which adapters belong.
+    folder: Path | None = None
+    first_model: Path | None = None
 
 
 def find(
-    record: RunRecord, wanted: int | None, named: str = "--policy-version", part: str = "model"
+    record: RunRecord, wanted: int | None, named: str = "--policy-version", part: str = POLICY
 ) -> VersionToExport:
     """The requested policy version; `wanted=None`: the one the run serves now. `named`: how an error names the version. `part`: the folder
     in it.
 
     Raises UsageError if the run has no such version, ProgramFailed if it is incomplete.
     """
-    made = checkpoints.served_policy(record.log_path)
-    served = record.paths.checkpoint(made.number, made.generation) if made else None
+    served = newest_version(record.log_path)
     there = checkpoints.versions(record.log_path)
     folders = [folder for version, folder in there if version == wanted] if wanted is not None else [served]
     complete = [
@@ -54,9 +59,10 @@ def find(
         folder = served if served in complete else complete[-1]
         assert folder is not None
         manifest = checkpoints.check_sizes(folder)
+        listed = manifest.model_files if part == POLICY else manifest.files
         digests = {
             name.removeprefix(f"{part}/"): digest
-            for name, digest in manifest.files.items()
+            for name, digest in listed.items()
             if name.startswith(f"{part}/")
         }
         if part == CRITIC and not digests:
@@ -64,13 +70,21 @@ def find(
                 f"--critic: policy version {manifest.policy_version} was saved without a critic (algorithm.advantage=gae; "
                 "checkpoint.trainer_every)"
             )
+        if part == ADAPTERS and not digests:
+            raise UsageError(
+                f"--adapter: policy version {manifest.policy_version} has no adapters (lora.rank)"
+            )
         if not any(name.endswith((".safetensors", ".bin")) for name in digests):
             raise _no_policy(record)
-        return VersionToExport(manifest.policy_version, folder / part, digests, record.log_path)
+        chosen = VersionToExport(manifest.policy_version, folder / part, digests, record.log_path)
+        first = Path(record.model) if record.model is not None else None
+        return chosen if part != POLICY else replace(chosen, folder=folder, first_model=first)
+    if part == ADAPTERS and not wanted:
+        raise UsageError("--adapter: the initial policy has no adapters")
     if part == CRITIC and not wanted:
         raise UsageError("--critic: the initial policy has none yet")
-    if not wanted and (first := first_model(record)) is not None:
-        return first
+    if not wanted and (initial := first_model(record)) is not None:
+        return initial
     if wanted is None:
         raise _no_policy(record)
     whole = (version for version, folder in there if (folder / checkpoints.MANIFEST).is_file())
@@ -103,8 +117,9 @@ def export(chosen: VersionToExport, target: Path) -> None:
         _refuse_links(chosen.model, chosen.root)
     try:
         _copy(chosen, staging)
-        # Also that each file of the weights is there, and as long as its header says.
-        model_folder.inspect(staging)
+        if (staging / "config.json").is_file():
+            # Also that each file of the weights is there, and as long as its header says. Adapters alone have no such file.
+            model_folder.inspect(staging)
         files.fsync_dir(staging)
         os.rename(staging, target)
     finally:
@@ -119,6 +134,9 @@ def _copy(chosen: VersionToExport, out: Path) -> None:
             out,
             copy_function=lambda source, to: copy_hashed(Path(source), Path(to), chosen.root),
         )
+    elif chosen.folder is not None:
+        materialise(chosen.folder, out, chosen.first_model)
+        return
     for name, digest in chosen.digests.items():
         files.make_dirs((out / name).parent)
         checkpoints.copy_listed(chosen.model / name, out / name, digest, chosen.root)
