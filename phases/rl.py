@@ -613,7 +613,7 @@ def publication(ctx: Context) -> Publication:
         keep=kept.keep,
         trained_on=ctx.iteration,
         # If the trainer's processes are lost, an update continues from their last saved state, and needs these batches again.
-        keep_batches=max(kept.keep, kept.trainer_every),
+        keep_batches=max(kept.keep, kept.trainer_every or kept.whole_every),
         keep_trajectories=trajectories,
         keep_every=kept.keep_every,
         best=ctx.best_evaluated,

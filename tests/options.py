@@ -198,8 +198,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "longest": ("engine.max_model_len=64", "engine.max_model_len=4096"),
     "checkpoints": (
-        "checkpoint.keep=1 checkpoint.keep_every=1 checkpoint.trainer_every=1",
-        "checkpoint.keep=3 checkpoint.keep_every=2 checkpoint.trainer_every=2 checkpoint.keep_trajectories=1",
+        "checkpoint.keep=1 checkpoint.keep_every=1 checkpoint.trainer_every=1 checkpoint.whole_every=1",
+        "checkpoint.keep=3 checkpoint.keep_every=2 checkpoint.trainer_every=2 checkpoint.keep_trajectories=1 checkpoint.whole_every=3",
         "checkpoint.keep_every=0 checkpoint.keep_trajectories=0",
     ),
     "copies": (

@@ -19,6 +19,7 @@ from fsbarrier.run.working_node import WorkingNode
 from fsbarrier.rundir import checkpoints, runrecord
 from fsbarrier.rundir.names import POLICY_FOLDER
 from fsbarrier.rundir.paths import RunPaths
+from fsbarrier.store import files
 from fsbarrier.training.materialise import materialise
 from fsbarrier.training.weights_copy import WeightsCopy
 
@@ -36,6 +37,8 @@ class Run:
         record = runrecord.new(self.log_path, self.work.settings, tasks={}, model=str(folder / "model"))
         runrecord.publish(record)
         self.paths = RunPaths(self.log_path)
+        #: what each update has reported
+        self.told: list[dict[str, Any]] = []
         self.place = Workplace(
             engines=cast(Any, None),
             work_dir=folder / "work",
@@ -58,7 +61,8 @@ class Run:
         places = {"weights_dir": str(self.folder / "node") if copies else None, **fields}
         out = self.version(number)
         out.parent.mkdir(parents=True, exist_ok=True)
-        self.work.update(f"run/checkpoints/{out.name}", version=number, before=before, **places)
+        told = self.work.update(f"run/checkpoints/{out.name}", version=number, before=before, **places)
+        self.told.append(told)
         context = cast(Any, SimpleNamespace(newest=lambda: 1, generation=1))
         WorkingNode(context, RowJob(), self.place).publish_weights(Publication(out, number, keep=0))
         return out
@@ -373,3 +377,43 @@ def test_what_a_kept_version_is_made_of_stays(tmp_path: Path) -> None:
     left = sorted(path.name for path in run.paths.checkpoints.iterdir() if path.name.startswith("policy"))
     assert left == [run.version(number).name for number in (1, 3, 4)]
     checkpoints.verify(run.version(1))
+
+
+# --- the trainer's state -----------------------------------------------------------------------------------------------------------
+
+
+def test_between_whole_versions_the_state_is_on_the_node_and_where_it_is_lost_batches_are_trained_again(
+    tmp_path: Path,
+) -> None:
+    """With the state in the run directory each time and on the node, every version is the same."""
+    said = dict[str, list[str]]()
+    made = dict[str, list[dict[str, checkpoints.FileDigest]]]()
+    for name in ("saved", "on the nodes", "lost"):
+        every = 1 if name == "saved" else None
+        run = served_in_bfloat16(tmp_path / name, checkpoint__whole_every=3, checkpoint__trainer_every=every)
+        said[name], made[name] = [], []
+        for number in range(1, 6):
+            if name == "lost" and number == 4:
+                (state,) = (run.folder / "node").glob("*.state")
+                files.discard(state)
+            run.update(number)
+            said[name].append(run.told[-1]["trainer_state"])
+            made[name].append(checkpoints.verify(run.version(number)).model_files)
+        notes = [one["note"] for one in run.told]
+        assert notes[:3] == ["", "", ""] and ("trained again from version 1 on: 2 batches" in notes[3]) == (
+            name == "lost"
+        )
+    assert made["saved"] == made["on the nodes"] and made["saved"][:3] == made["lost"][:3]
+    for number in (4, 5):
+        versions = [
+            tmp_path / name / "run" / "checkpoints" / f"policy-{number:06d}.g0001"
+            for name in ("saved", "lost")
+        ]
+        for name, version in zip(("saved", "lost"), versions, strict=True):
+            materialise(version, tmp_path / f"{name}{number}", None)
+        again = largest_difference(tensors(tmp_path / f"saved{number}"), tensors(tmp_path / f"lost{number}"))
+        # A batch is no sample of a policy that was trained again, so its ratios refer to the engine's log-probabilities.
+        assert again < 1e-3
+    assert said["saved"] == ["saved"] * 5
+    assert said["on the nodes"] == ["saved", "on the nodes", "on the nodes", "saved", "on the nodes"]
+    assert said["lost"] == ["saved", "on the nodes", "on the nodes", "saved", "on the nodes"]

@@ -14,6 +14,7 @@ from fsbarrier.engine.server import ASLEEP_BYTES
 from fsbarrier.errors import UsageError
 from fsbarrier.planning.memory import EXACT, Sharding, UpdateLoad, choose_sharding, shards_of
 from fsbarrier.planning.model_shape import ModelShape
+from fsbarrier.planning.publication import Publication, publication
 from fsbarrier.settings.placement import Ranges
 from fsbarrier.settings.sections import ServerSettings, Settings, TrainerSettings
 from fsbarrier.store.reading import GIB, MIB
@@ -73,6 +74,8 @@ class ClusterPlan:
     available: int
     # --- checkpoints and host memory ---
     checkpoint: CheckpointBytes
+    # What an update moves through the run directory.
+    publication: Publication
     # Bytes that are offloaded to each node's own memory.
     host: int
     problems: tuple[str, ...]
@@ -110,6 +113,14 @@ def make_plan(
     problems += _update_problems(shape, settings, cluster, load, shard)
     steps = trainer.epochs * max(1, round(rollout.tasks * rollout.samples / trainer.minibatch))
     critic = load.critic.parameters if load.critic is not None else 0
+    checkpoint = checkpoint_bytes(shape.parameters, load.trained, load.element, settings, critic)
+    moved = publication(
+        settings,
+        model=checkpoint.model,
+        state=checkpoint.trainer_state,
+        adapters=load.trained * EXACT if settings.lora.rank else 0,
+        in_float32=load.element == EXACT,
+    )
     return ClusterPlan(
         cluster=machines,
         rollout=engine,
@@ -119,7 +130,8 @@ def make_plan(
         load=load,
         optimizer_steps=steps,
         available=available,
-        checkpoint=checkpoint_bytes(shape.parameters, load.trained, load.element, settings, critic),
+        checkpoint=checkpoint,
+        publication=moved,
         host=load.on_host * per_node,
         problems=tuple(problems),
     )
@@ -341,9 +353,30 @@ def lines(plan: ClusterPlan) -> list[str]:
         f"checkpoint    model {_size(checkpoint.model)}, {critic}trainer state {_size(checkpoint.trainer_state)}; "
         f"{_size(checkpoint.kept)} on disk with those that are kept",
     ]
+    text += publication_lines(plan.publication)
     if plan.host:
         text.append(f"host memory   of each node {_size(plan.host)} for what is offloaded")
     return text
+
+
+def publication_lines(moved: Publication) -> list[str]:
+    """What is moved and what a lost node costs, for people."""
+    kinds = {
+        "adapters": "adapters alone, which each node merges",
+        "delta": f"a delta of about {_size(moved.usual)} between whole versions, if nodes have copies of weights",
+        "whole": "each version whole",
+    }
+    lost = (
+        "a lost node costs no finished update"
+        if not moved.repeated
+        else f"a lost node costs at most {counted(moved.repeated, 'update')}, trained again from stored batches (none with "
+        "checkpoint.trainer_every=1)"
+    )
+    return [
+        f"publication   {kinds[moved.kind]}; {_size(moved.mean)} an update on average, with the trainer state; a node that only samples "
+        f"reads {_size(moved.read)}, one that joins {_size(moved.joins)}",
+        f"  {lost}",
+    ]
 
 
 def as_json(plan: ClusterPlan) -> dict[str, object]:

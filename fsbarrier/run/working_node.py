@@ -192,7 +192,8 @@ class WorkingNode(Node):
             known = folder.name, manifest.digest, best, publication.previous
             decision = PublishDecision(publication.policy_version, *known)
             best_fields = {"best_policy_version": best.version, "best_reward": best.reward} if best else {}
-            self.event("weights_published", decision, best_fields)
+            moved = {**checkpoints.moved_bytes(manifest), "updates_at_risk": len(manifest.trained_since)}
+            self.event("weights_published", decision, best_fields, moved)
             patiently(last_look)
             best_folder = best.folder if best is not None else None
             retention.remove_old_versions(

@@ -113,6 +113,17 @@ class Manifest:
         return hashlib.sha256(self.encode()).hexdigest()
 
 
+def moved_bytes(manifest: Manifest) -> dict[str, int]:
+    """How many bytes of a version were written into the run directory, by kind."""
+    kinds = {"weights": 0, "delta": 0, "adapters": 0, "trainer_state": 0, "other": 0}
+    for name, file in manifest.files.items():
+        top = name.split("/")
+        kind = "weights" if is_weights(name) else "adapters" if top[:2] == ["model", ADAPTER] else "other"
+        kind = {"delta": "delta", "trainer": "trainer_state", "critic": "trainer_state"}.get(top[0], kind)
+        kinds[kind] += file.size
+    return {f"{kind}_bytes": size for kind, size in kinds.items()}
+
+
 def is_weights(name: str) -> bool:
     """Whether a file of a version, by its relative name, has weights of the model (adapters are in a folder of their own)."""
     return name.startswith("model/") and name.count("/") == 1 and name.endswith((".safetensors", ".bin"))
@@ -148,11 +159,11 @@ def check_identity(folder: Path, policy: str) -> None:
         )
 
 
-def write_manifest(folder: Path, policy_version: int) -> Manifest:
+def write_manifest(folder: Path, policy_version: int, base: Base | None = None) -> Manifest:
     """Complete a `folder` whose files were not hashed: flush, read and list every file in it. Raises OSError."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     digests = {path.relative_to(folder).as_posix(): digest_of(path) for path in paths}
-    return commit(folder, Manifest(policy_version, digests))
+    return commit(folder, Manifest(policy_version, digests, base=base))
 
 
 def commit(folder: Path, manifest: Manifest) -> Manifest:

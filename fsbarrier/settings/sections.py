@@ -393,7 +393,7 @@ class TrainerSettings(Section):
 
 @dataclass(frozen=True, slots=True)
 class LoraSettings(Section):
-    """LoRA: train low-rank adapters instead of the full policy. The adapters are merged into the weights that are served and published."""
+    """LoRA: train low-rank adapters instead of the full policy. They are published alone; each node merges them into what it serves."""
 
     #: Rank of the adapters; 0: no adapters, train the full policy.
     rank: CountOrZero = 0
@@ -488,16 +488,17 @@ class FrozenEngineSettings(ServerSettings):
 class CheckpointSettings(Section):
     """Saved policies."""
 
-    #: Number of recent policy versions and training batches to keep on disk (of batches at least `checkpoint.trainer_every`).
+    #: Number of recent policy versions and training batches to keep on disk (of batches at least as many as may be trained again).
     keep: EachSession[Count] = 3
     #: Keep every N-th policy version permanently; 0: none.
     keep_every: EachSession[CountOrZero] = 0
     #: Publish every N-th policy version whole, and the others as what has changed since the last whole one. Only with copies of weights on
     #: each node (`weights_dir`), and weights in bfloat16. Adapters (`lora.rank`) are published alone until a session ends.
     whole_every: EachSession[Count] = 10
-    #: Save the trainer state with every N-th policy version; processes that end after an update (`trainer.keep`) save it each time. If N
-    #: > 1, after a node leaves or comes back, or a restart, up to N - 1 updates are trained again from their batches.
-    trainer_every: EachSession[Count] = 1
+    #: Save the trainer state with every N-th policy version; none: with every whole one (`whole_every`), and always with adapters. In
+    #: between the trainer's processes hold it, or if they end (`trainer.keep`), their nodes, or if these have no room, it is saved all the
+    #: same. After a node leaves or comes back, or a restart, up to N - 1 updates are trained again from their batches; none if N is 1.
+    trainer_every: EachSession[Count | None] = None
     #: Folder on each node for a local copy of new weights, from which its engines load them; none: engines read the run directory; auto:
     #: /dev/shm if the run directory is on a network mount, otherwise none.
     weights_dir: str = "auto"

@@ -43,9 +43,9 @@ class Against:
                 return cls(before, anchor, manifest)
         return None
 
-    def write(self, place: WeightsCopy, out: Path, file: str) -> Encoded | None:
+    def write(self, place: WeightsCopy, out: Path, file: str, most: int | None = None) -> Encoded | None:
         """Write the delta of one file of weights, whose new content is in this node's copy. None if it is to be published whole: the delta
-        is too large, or this node has no copy of the version before. Raises OSError."""
+        has more than `most` bytes (None: half of the file's), or this node has no copy of the version before. Raises OSError."""
         old, new = place.held(self.before.name) / file, place.unchecked(out.name) / file
         listed = self.manifest.files.get(f"model/{file}")
         if listed is None or not (old.is_file() and new.is_file()):
@@ -54,7 +54,7 @@ class Against:
         target = delta_of(out, file)
         files.make_dirs(target.parent)
         try:
-            made = encode(Source(old, undo=undo), new, target, listed.size // 2)
+            made = encode(Source(old, undo=undo), new, target, listed.size // 2 if most is None else most)
         except (ProgramFailed, FileNotFoundError) as error:
             print(f"{file} is published whole: {error}", file=sys.stderr)
             return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from fsbarrier.settings.sections import Settings
 from fsbarrier.specs import UpdateSpec
 from fsbarrier.training import materialise, merge_adapters
 from fsbarrier.training.checkpoint_write import NodeCopy
+from fsbarrier.training.local_state import LocalState
 from fsbarrier.training.processes import Processes, gather_json
 from fsbarrier.training.trainer import Trainer
 from fsbarrier.wording import counted
@@ -95,7 +95,19 @@ def first_model_as_base(processes: Processes, settings: Settings, spec: UpdateSp
     return None if merge_adapters.why_not_mergeable(model) else base
 
 
-def whole_model(version: Path, copy: NodeCopy | None, first_model: Path) -> Path:
+def local_state(processes: Processes, settings: Settings, copy: NodeCopy | None) -> LocalState | None:
+    """Where this node keeps the trainer's state between two versions that have it; None if some node has no place. A critic's state, and
+    what DeepSpeed divides, are not kept there. Every process must call this."""
+    if settings.trainer.backend != "torch" or settings.algorithm.has_critic:
+        return None
+    place = copy.place if copy is not None else None
+    everywhere = all(gather_json(place is not None))
+    nested = settings.as_json()
+    held_how = {name: nested[name] for name in ("trainer", "lora")}
+    return LocalState(place, processes, held_how) if place is not None and everywhere else None
+
+
+def whole_model(version: Path, processes: Processes, copy: NodeCopy | None, first_model: Path) -> Path:
     """The model folder of a version with all weights: this node's copy, the version's own, or made of what the version has. With adapters
     the version's own, since these are put into the first model anyway. Every process must call this. Raises ProgramFailed, OSError."""
     model = version / "model"
@@ -107,7 +119,7 @@ def whole_model(version: Path, copy: NodeCopy | None, first_model: Path) -> Path
             )
         why_not = ""
         # The first process of each node makes it; the others wait.
-        if copy.place.nearest(model) == model and int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        if copy.place.nearest(model) == model and processes.speaks_for_its_node:
             why_not = copy.place.confirm(model, lambda: None, first_model)
         for reason in filter(None, gather_json(why_not)):
             raise ProgramFailed(reason)
@@ -138,12 +150,17 @@ def _load_start(
     checkpoints.check_identity(version, spec.policy)
     state_in, since = checkpoints.newest_state(version)
     if state_in == version.name:
-        here = whole_model(version, copy, first)
+        here = whole_model(version, processes, copy, first)
         return Beginning(load(here, version / "trainer", policy_version), model, state_in)
+    own = local_state(processes, settings, copy)
+    held = own.find(version.name, spec.policy) if own is not None else None
+    if held is not None:
+        here = whole_model(version, processes, copy, first)
+        return Beginning(load(here, held, policy_version), model, state_in, since)
     origin, state, number = first, None, 0
     if state_in is not None:
         before = version.parent / state_in
-        origin, state = whole_model(before, copy, first), before / "trainer"
+        origin, state = whole_model(before, processes, copy, first), before / "trainer"
         number = checkpoints.read_manifest(before).policy_version
     lost = (
         f"policy version {policy_version} was saved without its trainer state (checkpoint.trainer_every), and the processes that held it "

@@ -31,7 +31,7 @@ from fsbarrier.training.policy_model import PolicyModel, TokenModel, ValueModel,
 from fsbarrier.training.processes import Processes
 from fsbarrier.training.sharding import Layout, choose_layout
 from fsbarrier.training.torch_backend import TorchBackend
-from fsbarrier.training.trainer_state import CRITIC
+from fsbarrier.training.trainer_state import CRITIC, TrainerState
 
 
 @dataclass
@@ -132,14 +132,7 @@ class Trainer(Trained):
         """
         model, adapters = self.model.causal, self.adapters
         dtype = self.processes.serving_dtype
-        state = None
-        if state_in == "":
-            state = self.backend.state(
-                self.optimizer_steps,
-                # Store fp32 weights if the served ones are less precise. Adapters are not served separately.
-                without_weights=dtype is torch.float32 and adapters is None,
-            )
-            state = replace(state, kl_in_reward=self.kl_in_reward)
+        state = self.state() if state_in == "" else None
         critic = None
         if state is not None and self.critic is not None:
             critic = critic_to_save(self.critic, policy_version, dtype)
@@ -163,6 +156,15 @@ class Trainer(Trained):
         )
         digest = checkpoint_write.save(out, new, self.processes.rank, self.processes.world)
         return checkpoints.identity(out.name, digest)
+
+    def state(self) -> TrainerState:
+        """This process's part of what is needed to resume."""
+        state = self.backend.state(
+            self.optimizer_steps,
+            # Store fp32 weights if the served ones are less precise. Adapters are not served separately.
+            without_weights=self.processes.serving_dtype is torch.float32 and self.adapters is None,
+        )
+        return replace(state, kl_in_reward=self.kl_in_reward)
 
     def leaves_room(self, settings: Settings) -> bool:
         """Whether the engine has room on this process's accelerator while the trainer stays there."""

@@ -38,6 +38,10 @@ class WeightsCopy:
     def checked(self, version: str) -> Path:
         return self.folder / version / "model"
 
+    def state(self, version: str) -> Path:
+        """The folder for this node's part of the trainer's state (local_state.py)."""
+        return self.folder / f"{version}.state"
+
     def nearest(self, model: Path) -> Path:
         """The checked copy of the shared folder `model`; that folder if this node has none."""
         here = self.checked(model.parent.name)
@@ -49,11 +53,11 @@ class WeightsCopy:
         return checked if checked.is_dir() else self.unchecked(version)
 
     def begin(self, version: str, size: int, keep: str = "") -> bool:
-        """Remove all copies, and make a folder for the next one; False if there is no room for `size` bytes. `keep`: the version whose copy
-        stays for now, if there is room for both."""
+        """Remove all copies of weights, and make a folder for the next one; False if there is no room for `size` bytes. `keep`: the version
+        whose copy stays for now, if there is room for both."""
         kept = self.held(keep).parent if keep else None
         for old in self.folder.iterdir():
-            if old != kept:
+            if old != kept and old.suffix != ".state":
                 files.discard(old)
         if kept is not None and free_bytes(self.folder) < size:
             files.discard(kept)

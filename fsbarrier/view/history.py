@@ -11,7 +11,7 @@ from fsbarrier.rundir.journal import FREQUENT, Event, lost_nodes
 from fsbarrier.view.event_wording import event_text
 
 #: events that carry a phase's results
-RESULTS = frozenset({"rolled_out", "evaluated", "batch_prepared", "updated"})
+RESULTS = frozenset({"rolled_out", "evaluated", "batch_prepared", "updated", "weights_published"})
 #: two reports of the same event within this many seconds count as one
 SAME_S = 30.0
 #: maximum number of events to keep

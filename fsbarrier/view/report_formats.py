@@ -39,6 +39,7 @@ MEASURES = {
         re.compile(r"(?!(node_rank|incarnation|generation|iteration|phase|policy_version)$).+(?<!_s)"),
         re.compile("(?!)"),
     ),
+    "weights_published": ("moved", re.compile(".+_bytes"), re.compile("(?!)")),
     "batch_prepared": ("batch", re.compile("staleness"), re.compile("(?!)")),
 }
 

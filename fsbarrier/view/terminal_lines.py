@@ -65,6 +65,7 @@ FIGURES = (
     ("loss", "loss {}"),
     ("entropy", "entropy {}"),
     ("answer_tokens_mean", "{} tokens an answer"),
+    ("updates_at_risk", "updates that a lost node repeats: {}"),
 )
 #: width for a pipe, so that names are not shortened
 PIPE_WIDTH = 400

@@ -39,16 +39,19 @@ from fsbarrier.training.checkpoint_write import NodeCopy
 from fsbarrier.training.critic import train_critic, with_values
 from fsbarrier.training.delta_write import Against
 from fsbarrier.training.engine_check import known_logprobs
+from fsbarrier.training.local_state import LocalState
 from fsbarrier.training.log_prob_pass import held_out_loss, with_old, with_reference
 from fsbarrier.training.optimizer_step import Sums, train
 from fsbarrier.training.processes import Processes, gather_json
-from fsbarrier.training.resume import Beginning, KeptTrainer, load_start, reuse_kept
+from fsbarrier.training.resume import Beginning, KeptTrainer, load_start, local_state, reuse_kept
 from fsbarrier.training.trainer import Trainer
 from fsbarrier.training.vision_inputs import VisionInputs
 from fsbarrier.training.weights_copy import WeightsCopy
 
 NO_SIGNAL = "no group had a training signal, so the weights are unchanged"
 WARM_UP = "the critic alone was trained (critic.warmup)"
+# Where the trainer's state is after an update (also "on the nodes").
+SAVED, IN_MEMORY = "saved", "in memory"
 # Parts of error messages about a lost peer.
 PEER_GONE = ("gloo", "connection closed", "connection reset", "connect()", "broken pipe", "timed out")
 
@@ -94,22 +97,19 @@ class Updates:
         known = known_logprobs(start.trainer, update.batch, update.settings)
         trained = time.monotonic()
         self._fit = all(gather_json(start.trainer.leaves_room(update.settings)))
-        # The state must be saved if these processes end after the update, because nothing else holds it.
-        with_state = (
-            spec.new_policy_version % settings.checkpoint.trainer_every == 0
-            or update.ends_a_session
-            or not (JOBS in os.environ and self._fit)
-            # Processes were lost before this update: save, so that losing them again repeats no more than this time.
-            or start.note != ""
-        )
-        new = update.save(start, known, with_state=with_state)
+        against, alone = update.anchor(), update.publishes_adapters(start)
+        keeps = JOBS in os.environ and self._fit
+        goes_to = update.state_goes_to(start, against, kept=keeps)
+        new = update.save(start, known, against, alone=alone, with_state=goes_to is SAVED)
+        if isinstance(goes_to, LocalState):
+            goes_to.keep(spec.out.name, new, spec.new_policy_version, start.trainer.state())
         peak = update.processes.peak_memory_bytes()
         self._held = KeptTrainer(start.trainer, new, update.settings, start.base)
         if not update.processes.speaks_for_its_node:
             return None
         return replace(
             update.report(start, totals),
-            trainer_state="saved" if with_state else "in memory",
+            trainer_state="on the nodes" if isinstance(goes_to, LocalState) else goes_to,
             seconds=round(time.monotonic() - update.started, 3),
             went_on=went_on,
             load_s=round(loaded - update.started, 3),
@@ -248,8 +248,34 @@ class Update:
             known = None if before is None else Against.of(before, spec.new_policy_version, every)
         return known if all(gather_json(known is not None)) else None
 
-    def save(self, start: Beginning, known: KnownLogprobs | None, *, with_state: bool) -> str:
-        """Save this process's part of the new version; returns the new policy's identity."""
+    def state_goes_to(self, start: Beginning, against: Against | None, *, kept: bool) -> str | LocalState:
+        """Where the trainer's state is after this update: SAVED with the version, IN_MEMORY of these processes (`kept`), or on the nodes.
+        Every process must call this.
+
+        If it is saved less often than with each version, what is lost with a node is trained again from the stored batches.
+        """
+        every, whole_every = self.settings.checkpoint.trainer_every, self.settings.checkpoint.whole_every
+        # By default with each version that is planned to be whole, and with adapters, whose state is small. Later batches are not kept.
+        planned = against is None or len(start.trained_since) + 1 >= whole_every
+        due = planned if every is None else not self.spec.new_policy_version % every
+        # If processes were lost before this update, losing them again shall repeat no more than this time.
+        if due or self.ends_a_session or start.note:
+            return SAVED
+        if kept:
+            return IN_MEMORY
+        place = local_state(self.processes, self.settings, self.copy)
+        return place if place is not None and place.has_room(start.trainer.state()) else SAVED
+
+    def save(
+        self,
+        start: Beginning,
+        known: KnownLogprobs | None,
+        against: Against | None,
+        *,
+        alone: bool,
+        with_state: bool,
+    ) -> str:
+        """Save this process's part of the new version; returns the new policy's identity. `alone`: adapters without merged weights."""
         return start.trainer.save(
             self.spec.out,
             model_folder=start.model,
@@ -259,8 +285,8 @@ class Update:
             copy=self.copy,
             known=known,
             base=start.base,
-            whole=not self.publishes_adapters(start),
-            against=self.anchor(),
+            whole=not alone,
+            against=against,
         )
 
     @property

@@ -16,9 +16,13 @@ from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.names import SPLITS
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.store import files
+from fsbarrier.training.delta_write import Against
+from fsbarrier.training.weights_copy import WeightsCopy
 
 _BASE = Path("/dev/shm" if os.access("/dev/shm", os.W_OK | os.X_OK) else tempfile.gettempdir())
 _PROCESS, _NUMBERS = f"fsbarrier-sim-{secrets.token_hex(8)}", count()
+#: a delta of a simulated file is larger than the file
+MOST = 1 << 10
 #: the file of a model's weights
 WEIGHTS = "model.safetensors"
 
@@ -94,13 +98,31 @@ class Artifacts:
         self.stamps += 1
         return self.stamps
 
-    def make_policy(self, folder: Path, version: int, content: str) -> None:
-        """Write a policy version, as the update does. `content`: of its weights."""
-        for name, text in ((f"model/{WEIGHTS}", content), ("model/config.json", "{}"), ("trainer/state", "")):
+    def make_policy(
+        self,
+        folder: Path,
+        version: int,
+        content: str,
+        against: Against | None = None,
+        copies: WeightsCopy | None = None,
+    ) -> None:
+        """Write a policy version, as the update does. `content`: of its weights, which are in `copies`, this node's, too; `against`: the
+        version becomes a delta if the node's copy of the version before allows it."""
+        for name, text in (("model/config.json", "{}"), ("trainer/state", "")):
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-        digest = checkpoints.write_manifest(folder, version).digest
+        made = (
+            against.write(copies, folder, WEIGHTS, MOST)
+            if against is not None and copies is not None
+            else None
+        )
+        base = None
+        if against is not None and made is not None:
+            base = against.base({f"model/{WEIGHTS}": made.made})
+        else:
+            (folder / "model" / WEIGHTS).write_text(content)
+        digest = checkpoints.write_manifest(folder, version, base).digest
         self.policies[content] = checkpoints.identity(folder.name, digest)
 
     def policy_in(self, model: Path) -> str:

@@ -17,6 +17,7 @@ from fsbarrier.protocol.state import Node
 from fsbarrier.rollouts.rollout_spec import RolloutOutcome, RolloutSpec
 from fsbarrier.run.worker_program import program_name
 from fsbarrier.specs import Identity, MergeReport, MergeSpec, PrepareSpec, UpdateSpec
+from fsbarrier.training.delta_write import Against
 from fsbarrier.training.weights_copy import WeightsCopy
 from sim.artifacts import WEIGHTS, PartFile, SimTorchrun
 from sim.history import Merged, MergedGroup, Missing, Used
@@ -24,6 +25,8 @@ from sim.schedule import Schedule, SimThread, Start
 
 FOREVER = float("inf")
 Waiting = Generator[float, None, JsonObject]
+# every how many versions one is whole where nodes have copies of the weights
+WHOLE_EVERY = 3
 # the size of one group of trajectories in a simulated part
 GROUP_BYTES = 100
 # how long a program's end may stay unnoticed where nothing else happens, and its node need not look for weights
@@ -285,7 +288,8 @@ class SimProgram:
         meeting.programs[int(argv["--node-rank"])] = self
         self.meeting = meeting
         if len(meeting.programs) == meeting.size and not meeting.lost:
-            meeting.weights = f"weights {host.artifacts.stamp()}"
+            # Of one even length, since a delta changes a file and not its length.
+            meeting.weights = f"weights {host.artifacts.stamp():08d}"
             length = host.world.draw.training_s + host.world.length()
             for other in meeting.programs.values():
                 if other is not self and other.alive:
@@ -296,14 +300,18 @@ class SimProgram:
         while meeting.lost:
             yield FOREVER
         self.meeting = None
-        if spec.weights_dir is not None:
-            copies = WeightsCopy(spec.weights_dir)
-            copies.begin(out.name, 0)
+        before = spec.trainer_state.parent if spec.trainer_state is not None else None
+        copies = WeightsCopy(spec.weights_dir) if spec.weights_dir is not None else None
+        if copies is not None:
+            copies.begin(out.name, 0, keep=before.name if before is not None else "")
             (copies.unchecked(out.name) / WEIGHTS).write_text(meeting.weights)
         if argv["--node-rank"] == "0":
             if out.exists():
                 raise AssertionError(f"two writers of {out}")
-            host.artifacts.make_policy(out, spec.new_policy_version, meeting.weights)
+            against = Against.of(before, spec.new_policy_version, WHOLE_EVERY) if before and copies else None
+            host.artifacts.make_policy(out, spec.new_policy_version, meeting.weights, against, copies)
+        if copies is not None and before is not None:
+            copies.discard(before.name)
         return {}
 
     def _only_writer(self, path: Path) -> None:
