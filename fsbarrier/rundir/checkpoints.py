@@ -6,8 +6,7 @@
     checkpoints/policy-000006.g0003/MANIFEST.json   sizes and SHA-256 of all files; written last
     model.pt -> checkpoints/policy-000001.g0001/model   the newest whole version
 
-A version is whole, or its weights are made of a base and what the version adds to it: adapters (`model/adapter/`), merged into the run's
-first model, or a delta. training/materialise.py makes it whole.
+A version is whole, or made of a base and what it adds: adapters (`model/adapter/`) or a delta. training/materialise.py makes it whole.
 
 A folder is never renamed, and never changed once it has a manifest. Standard library only.
 """
@@ -114,7 +113,7 @@ class Manifest:
 
 
 def moved_bytes(manifest: Manifest) -> dict[str, int]:
-    """How many bytes of a version were written into the run directory, by kind."""
+    """The bytes of a version in the run directory, by kind."""
     kinds = {"weights": 0, "delta": 0, "adapters": 0, "trainer_state": 0, "other": 0}
     for name, file in manifest.files.items():
         top = name.split("/")

@@ -125,7 +125,7 @@ def _made_from_near(
     except (OSError, ProgramFailed):
         made = None
     if made != base.files[name]:
-        target.unlink(missing_ok=True)
+        files.discard(target)
         return False
     return True
 
