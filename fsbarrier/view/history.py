@@ -11,6 +11,14 @@ from fsbarrier.rundir.journal import FREQUENT, Event, lost_nodes
 from fsbarrier.view.event_wording import event_text
 
 #: events that carry a phase's results
+# Figures of the training, and the events that report them.
+AT_RISK = "updates_at_risk"
+FIGURES = {
+    "loss": "updated",
+    "entropy": "updated",
+    "answer_tokens_mean": "rolled_out",
+    AT_RISK: "weights_published",
+}
 RESULTS = frozenset({"rolled_out", "evaluated", "batch_prepared", "updated", "weights_published"})
 #: two reports of the same event within this many seconds count as one
 SAME_S = 30.0
@@ -82,6 +90,17 @@ class RunHistory:
         """iteration -> the newest event of this name. The evaluation of a session's last policy counts for the iteration that would start
         from that policy."""
         return {key[0]: event for key, event in sorted(self._results.items()) if key[1] == name}
+
+    def latest_figures(self) -> dict[str, float]:
+        """The latest loss, entropy and length of an answer, and how many updates are trained again if a node is lost now, if any are."""
+        figures: dict[str, float] = {}
+        for field_name, name in FIGURES.items():
+            values = [event.number(field_name) for event in self.reports(name).values()]
+            reported = [value for value in values if value is not None]
+            # Nothing is said of a risk that does not exist.
+            if reported and (reported[-1] or field_name != AT_RISK):
+                figures[field_name] = reported[-1]
+        return figures
 
     def _rewards(self, iteration: int) -> Rewards:
         reports = [self._results.get((iteration, name)) for name in ("rolled_out", "evaluated")]

@@ -235,23 +235,8 @@ def _waiting(reader: RunReader, nodes: tuple[NodeStatus, ...], state: str) -> Wa
 
 
 def _figures(reader: RunReader, times: Sequence[IterationTime]) -> dict[str, float]:
-    """The latest loss, entropy, length of an answer, tokens per second of all nodes together in a training rollout, and how many updates
-    are trained again if a node is lost now."""
-    figures: dict[str, float] = {}
-    for name, field in (
-        ("updated", "loss"),
-        ("updated", "entropy"),
-        ("rolled_out", "answer_tokens_mean"),
-        ("weights_published", "updates_at_risk"),
-    ):
-        values = [
-            value
-            for event in reader.history.reports(name).values()
-            if (value := event.number(field)) is not None
-        ]
-        # Nothing is said of a risk that does not exist.
-        shown = values and (values[-1] or field != "updates_at_risk")
-        figures |= {field: values[-1]} if shown else {}
+    """The latest loss, entropy, length of an answer, tokens per second of all nodes in a training rollout, and updates at risk."""
+    figures = reader.history.latest_figures()
     phases_s = {
         timing.iteration: {name: seconds for (_, name), seconds in timing.phases.items()}
         for timing in times
