@@ -20,7 +20,7 @@ from fsbarrier.loader import load_program
 from fsbarrier.program import PHASE_NAMES, RL_SLICES, Program
 from fsbarrier.protocol.facts import SEALED, Fact, Generation, Join, Member, Position, Record
 from fsbarrier.protocol.membership import Limits
-from fsbarrier.protocol.state import Entered, ResumePoint, Role, Rules
+from fsbarrier.protocol.state import Entered, Node, ResumePoint, Role, RowPart, Rules, Stage
 from fsbarrier.rundir.names import FACT
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
@@ -282,6 +282,20 @@ def test_an_update_that_those_who_train_had_finished_is_not_begun_again(tmp_path
             left.publish(phase, 0, 1)
         left.publish(10, *done)
         assert left.resume_point().position == Position(1, goes_on_at), (trains, done)
+
+
+def test_while_others_train_a_node_knows_a_seal_from_the_leaders_fact(tmp_path: Path) -> None:
+    """Both have one name, and only one of them means that the leader is done. Elsewhere it is read once all are done."""
+    left = Left(tmp_path, PosixStore(), Rules(load_program("rl"), 2))
+    watch, generation = left.observer.row, left.observer.newest
+    assert generation is not None
+    for phase, known in ((9, None), (10, SEAL)):
+        directory = watch.row_dir(1, Position(1, phase))
+        left.observer.store.make_dir(directory)
+        left.observer.store.create(directory / FACT.build(1, 0, "done"), SEAL)
+        works = Node(1, 1, 0.0, stage=Stage.RUNNING, generation=generation, part=RowPart.EACH)
+        watch.read(replace(works, position=Position(1, phase)))
+        assert watch.listing.leaders_fact == known
 
 
 def test_a_run_that_was_finished_needs_no_seal(tmp_path: Path) -> None:
