@@ -206,6 +206,7 @@ class FakeRun:
                 "trajectories": 1536,
                 "groups": 96,
                 "answer_tokens_mean": 310.2,
+                "segments_per_episode": 1.25,
                 "split": "train",
                 "policy_version": version,
             }

@@ -253,10 +253,10 @@ def test_a_frame_shows_what_people_look_for(busy: dict[int, RunReader]) -> None:
         assert wanted in text, wanted
 
 
-@pytest.mark.parametrize(("width", "shown"), [(80, 4), (120, 5), (200, 5)])
+@pytest.mark.parametrize(("width", "shown"), [(80, 4), (120, 6), (200, 6)])
 def test_the_latest_figures_are_as_many_as_fit(busy: dict[int, RunReader], width: int, shown: int) -> None:
     (line,) = (one for one in picture(busy[3], width, 40) if one.startswith("about 5 min 41 s left · "))
-    parts = ["11k tokens/s", "loss 0.015", "entropy 0.75", "310 tokens an answer"]
+    parts = ["11k tokens/s", "loss 0.015", "entropy 0.75", "310 tokens an answer", "1.25 segments an episode"]
     assert line.rstrip().split(" · ")[1:] == parts[: shown - 1]
 
 

@@ -16,7 +16,7 @@ AT_RISK = "updates_at_risk"
 FIGURES = {
     "loss": "updated",
     "entropy": "updated",
-    "answer_tokens_mean": "rolled_out",
+    **dict.fromkeys(("answer_tokens_mean", "segments_per_episode", "reasoning_share"), "rolled_out"),
     AT_RISK: "weights_published",
 }
 RESULTS = frozenset({"rolled_out", "evaluated", "batch_prepared", "updated", "weights_published"})
@@ -92,7 +92,7 @@ class RunHistory:
         return {key[0]: event for key, event in sorted(self._results.items()) if key[1] == name}
 
     def latest_figures(self) -> dict[str, float]:
-        """The latest loss, entropy and length of an answer, and how many updates are trained again if a node is lost now, if any are."""
+        """The latest loss, entropy and figures of answers, and how many updates are trained again if a node is lost now, if any are."""
         figures: dict[str, float] = {}
         for field_name, name in FIGURES.items():
             values = [event.number(field_name) for event in self.reports(name).values()]

@@ -235,7 +235,7 @@ def _waiting(reader: RunReader, nodes: tuple[NodeStatus, ...], state: str) -> Wa
 
 
 def _figures(reader: RunReader, times: Sequence[IterationTime]) -> dict[str, float]:
-    """The latest loss, entropy, length of an answer, tokens per second of all nodes in a training rollout, and updates at risk."""
+    """The latest loss, entropy, figures of answers, tokens per second of all nodes in a training rollout, and updates at risk."""
     figures = reader.history.latest_figures()
     phases_s = {
         timing.iteration: {name: seconds for (_, name), seconds in timing.phases.items()}

@@ -65,6 +65,8 @@ FIGURES = (
     ("loss", "loss {}"),
     ("entropy", "entropy {}"),
     ("answer_tokens_mean", "{} tokens an answer"),
+    ("segments_per_episode", "{} segments an episode"),
+    ("reasoning_share", "{} of the tokens thoughts"),
     ("updates_at_risk", "updates that a lost node repeats: {}"),
 )
 #: width for a pipe, so that names are not shortened
