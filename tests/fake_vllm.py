@@ -15,7 +15,9 @@ Run as a script with vLLM's flags (with --headless it waits; others are ignored)
 What a prompt contains decides too: `!400` refused · `!500` an error in the stream · `!cut` the first time the connection breaks
 when the other prompts are done · `!abort` aborted the first time · `!long` cut off by the limit · `!gate` waits for the file
 `gate` · `!die` it is killed the first time · `!wrong` a wrong answer, `!mixed` every other · `!say ...!!` answered with what
-stands between, the last one in a prompt counts · `!newer` where policy versions are told, all tokens but the first are of a newer one.
+stands between, the last one in a prompt counts · `!cap` with a `!say`: no more tokens than asked for, and a prompt
+that has a part of the answer is answered with the rest of it; once its thought was closed before its end, with what follows the
+thought · `!newer` where policy versions are told, all tokens but the first are of a newer one.
 """
 
 from __future__ import annotations
@@ -178,6 +180,9 @@ class Handler(BaseHTTPRequestHandler):
         """As vLLM's parser `hermes` reads calls."""
         (choice,) = body["generate_response"]["choices"]
         text = "".join(map(chr, choice["token_ids"]))
+        if "unreadable" in text:
+            while not (DIR / "gate").exists():
+                threading.Event().wait(0.01)
         before, *pieces = text.split("<tool_call>")
         functions = [json.loads(piece.partition("</tool_call>")[0]) for piece in pieces]
         calls = [
@@ -249,7 +254,7 @@ class Handler(BaseHTTPRequestHandler):
         try:
             late = sorted(enumerate(prompts), key=lambda item: "!" in item[1])
             for number, prompt in late:
-                self.group(number, prompt, body["n"], body.get("stop") or ())
+                self.group(number, prompt, body["n"], body.get("stop") or (), body["max_tokens"])
             if self.streams:
                 self.event("[DONE]")
                 self.wfile.write(b"0\r\n\r\n")
@@ -264,7 +269,7 @@ class Handler(BaseHTTPRequestHandler):
             with LOCK:
                 serving["prompts"] -= len(prompts)
 
-    def group(self, number: int, prompt: str, samples: int, stops: Sequence[str]) -> None:
+    def group(self, number: int, prompt: str, samples: int, stops: Sequence[str], most: int) -> None:
         if "!500" in prompt and not self.streams:
             self.answer(500, {"error": {"message": "cannot", "code": 500}})
             raise ConnectionAbortedError
@@ -282,6 +287,10 @@ class Handler(BaseHTTPRequestHandler):
         reason = "length" if "!long" in prompt else "stop"
         if "!say " in prompt:
             text = prompt.rpartition("!say ")[2].partition("!!")[0]
+        if "!cap" in prompt:
+            begun = prompt.rpartition("!!")[2].rpartition("\na:")[2]
+            text = text.removeprefix(begun) if text.startswith(begun) else text.rpartition("</think>")[2]
+            text, reason = (text[:most], "length") if len(text) >= most else (text, "stop")
         if "!wrong" in prompt:
             text = text[::-1] + "?"
         right = text

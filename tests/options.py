@@ -60,7 +60,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "samples": ("rollout.samples=2", "rollout.samples=3"),
     "temperature": ("rollout.temperature=1.0", "rollout.temperature=0.7"),
-    "length": ("rollout.max_tokens=16", "rollout.max_tokens=40"),
+    "length": ("rollout.max_tokens=16 rollout.max_thinking_tokens=3", "rollout.max_tokens=40"),
     "rollouts": (
         "rollout.concurrency=1",
         "rollout.concurrency=64",
@@ -233,6 +233,7 @@ ELSEWHERE = {
     "algorithm.kl_estimator=k1": "is refused with a KL in the loss (test_settings.py), and has no other use",
     **dict.fromkeys(("trainer.profile", "trainer.profile=none", "trainer.profile_rank"), "test_profiling.py"),
     "rollout.tool_parser": "test_bad_input.py",
+    **dict.fromkeys(("rollout.thinking", "rollout.reasoning_parser"), "test_thinking.py, test_bad_input.py"),
     "rollout.stop": "test_rollout.py: an agent names its own",
     "rollout.in_flight=true": "test_in_flight.py: a server of the user's takes no weights",
     "rollout.reproducible=true": "test_complete_runs.py: an agent has no seeds",

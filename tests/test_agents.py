@@ -50,7 +50,8 @@ def talk(fake: Fake, conversation: Any, **options: Any) -> Recorder:
     """Run `conversation(client)`; gives the client with what it recorded."""
 
     async def go() -> Recorder:
-        server = SamplingServer(fake.url, KEY, "policy", 30.0, 2)
+        limit = options.pop("limit", None)
+        server = SamplingServer(fake.url, KEY, "policy", 30.0, 2, max_thinking_tokens=limit)
         sampling = Sampling(1, 1.0, 1.0, -1, options.pop("max_tokens", 100))
         async with EnginePool([server], connections=4, on_tokens=lambda _: None, patience_s=1.0) as pool:
             if options.pop("look", False):
@@ -170,7 +171,7 @@ def test_the_tools_reach_the_template_in_the_order_given(fake: Fake) -> None:
 
     talk(fake, asks)
     lines = (json.loads(line) for line in (fake.folder / "requests.jsonl").read_text().splitlines())
-    (shown,) = (one["tools"] for one in lines if one["path"] == "/tokenize" and "tools" in one)
+    shown, *_ = (one["tools"] for one in lines if one["path"] == "/tokenize" and "tools" in one)
     assert json.dumps(shown) == json.dumps(TOOLS)
 
 

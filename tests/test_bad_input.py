@@ -699,6 +699,10 @@ CALLS = [{"type": "function", "function": {"name": "add", "arguments": '{"a": 2}
             "leaves out the field tools",
         ),
         (
+            {"prompt": [{"role": "user", "content": "4", "name": "Ada"}]},
+            "leaves out the field name of message 1",
+        ),
+        (
             {
                 "prompt": [{"role": "user", "content": "4"}],
                 "chat_template_kwargs": {"enable_thinking": False},
@@ -741,9 +745,25 @@ def test_a_part_of_a_task_that_the_template_would_drop(
 
 #: a template that renders all that a message may have
 TELLING = (
-    "{{ tools }}{{ enable_thinking }}{% for m in messages %}{{ m.role }}{{ m.reasoning }}{{ m.content }}"
+    "{{ tools }}{{ enable_thinking }}{% for m in messages %}{{ m.role }}{{ m.name }}{{ m.reasoning }}{{ m.content }}"
     "{% for call in m.tool_calls %}{% for name, value in call.function.arguments.items() %}{{ value }}{% endfor %}{% endfor %}{% endfor %}"
 )
+
+
+@pytest.mark.parametrize("thinking", ["on", "off"])
+def test_thoughts_are_switched_by_the_template_or_not_at_all(place: Path, quick: Call, thinking: str) -> None:
+    task = {"prompt": [{"role": "user", "content": "3+3="}], "answer": "6"}
+    (place / "data" / "train.jsonl").write_text(json.dumps(task) + "\n")
+    (place / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    word = f"rollout.thinking={thinking}"
+    refused(
+        quick,
+        [*RL.split(), word],
+        place=place,
+        says=[word, "has no argument for it (enable_thinking, thinking)"],
+    )
+    (place / "model" / "chat_template.jinja").write_text(TELLING)
+    assert quick([*RL.split(), "--eval-interval", "0", "--dry-run", word]).returncode == 0
 
 
 def test_a_dry_run_says_which_parser_reads_calls_of_tools(place: Path, quick: Call) -> None:
@@ -758,17 +778,46 @@ def test_a_dry_run_says_which_parser_reads_calls_of_tools(place: Path, quick: Ca
         shown = quick([*words, *more]).stdout
         assert f"calls of tools: read by vLLM's parser {parser} ({why})" in shown
         assert f"--enable-auto-tool-choice --tool-call-parser {parser} " in shown
+    for template, more, how in (
+        (TEMPLATE, (), "by their marks <think> and </think> (the chat template names none)"),
+        (
+            TEMPLATE + "{# [THINK][/THINK] #}",
+            (),
+            "by their marks [THINK] and [/THINK] (by the chat template)",
+        ),
+        (
+            TEMPLATE,
+            ("rollout.reasoning_parser=seed_oss",),
+            "by their marks <seed:think> and </seed:think> (rollout.reasoning_parser)",
+        ),
+        (
+            TEMPLATE,
+            ("rollout.reasoning_parser=inkling",),
+            "by vLLM's parser inkling (rollout.reasoning_parser)",
+        ),
+    ):
+        (place / "model" / "chat_template.jinja").write_text(template)
+        shown = quick([*words, *more]).stdout
+        assert f"thoughts: read {how}" in shown and ("--reasoning-parser inkling" in shown) == (
+            "inkling" in how
+        )
 
 
 @pytest.mark.parametrize(
     ("word", "says"),
     [
         ("rollout.tool_parser=glm45", "and there is none"),
+        ("rollout.reasoning_parser=qwen4", "vLLM has no such parser; did you mean qwen3?"),
+        (
+            "rollout.reasoning_parser=inkling rollout.max_thinking_tokens=2",
+            "the marks of rollout.reasoning_parser=inkling are not known",
+        ),
+        ("rollout.thinking=off", "all tasks are texts, to which no chat template is applied"),
         ("sft.split_turns=true", "has no effect with program=rl"),
     ],
 )
 def test_what_only_agents_and_fine_tuning_read(place: Path, quick: Call, word: str, says: str) -> None:
-    refused(quick, [*RL.split(), word], place=place, says=[word, says])
+    refused(quick, [*RL.split(), *word.split()], place=place, says=[word.split()[-1], says])
 
 
 def test_a_model_in_a_cache_is_its_main_revision(place: Path, quick: Call) -> None:

@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 
 from fsbarrier.data import images
+from fsbarrier.engine.answer_format import USUAL
 from fsbarrier.rollouts.agent_client import Recorder
 from fsbarrier.rollouts.answers import ThoughtMarks
+from fsbarrier.rollouts.episode import TurnFailed
 from fsbarrier.rollouts.pictures import Pictures
 from fsbarrier.rollouts.samples import Refusal, Sample, Sampling
+from fsbarrier.rollouts.thinking import Thinking
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -43,6 +46,8 @@ SPECIAL = (
     "</s>",
     "[INST]",
     "[/INST]",
+    "<|call|>",
+    "</a>",
 )
 
 
@@ -71,6 +76,7 @@ class Engine:
         self.sampling = Sampling(1, 1.0, 1.0, -1, 1000)
         self.prompts: list[list[int]] = []
         self.pictures = Pictures(None, None)
+        self.shown: dict[str, bool] = {}
 
     async def tokens(self, **body: Any) -> list[int]:
         try:
@@ -78,10 +84,10 @@ class Engine:
         except self.error as error:
             raise Refusal(str(error)) from None
 
-    async def thought_marks(self) -> ThoughtMarks:
-        return ThoughtMarks([], [-1])
+    async def thinking(self) -> Thinking:
+        return Thinking(USUAL, ThoughtMarks([], [-1], []), None)
 
-    async def read_calls(self, token_ids: list[int], _tools: Any) -> dict[str, Any]:
+    async def read_message(self, token_ids: list[int], _tools: Any) -> dict[str, Any]:
         text = "".join(chr(one) for one in token_ids if one < 0xE000)
         content, mark, name = text.partition("@")
         call = {"function": {"name": name, "arguments": {}}}
@@ -159,6 +165,67 @@ def test_a_result_follows_its_call_under_a_template_that_refuses_it_alone() -> N
     assert segment.token_ids == rendered[: len(segment.token_ids)]
 
 
+ANSWERS = "{% if m.role == 'assistant' %}[a]{{ m.content }}{% for c in m.tool_calls or [] %}@{{ c.function.name }}{% endfor %}"
+PROMPT = "{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+#: the result of a call is written into the turn that has made it, which goes on after it
+RESULT_IN_THE_TURN = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}[a]{% for c in m.tool_calls or [] %}@{{ c.function.name }}<|call|>"
+    "{% for r in messages[loop.index:] if r.role == 'tool' %}={{ r.content }};{% endfor %}{% endfor %}"
+    "{% if m.content %}{{ m.content }}<|im_end|>\n{% endif %}{% elif m.role == 'user' %}[u]{{ m.content }}\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1].role != 'tool' %}[a]{% endif %}"
+)
+#: a turn ends with two tokens, which the model says both
+TWO_ENDS = (
+    "{% for m in messages %}"
+    + ANSWERS
+    + "</a><|im_end|>\n{% else %}[{{ m.role[0] }}]{{ m.content }}\n{% endif %}"
+    + PROMPT
+)
+#: there is no place for the result of a call
+WITHOUT_TOOLS = (
+    "{% for m in messages %}"
+    + ANSWERS
+    + "<|im_end|>\n{% elif m.role == 'user' %}[u]{{ m.content }}\n{% endif %}"
+    + PROMPT
+)
+
+
+def call_and_result(template: str, said: str) -> Recorder:
+    engine = Engine(template, [said, "five<|im_end|>"])
+
+    async def go() -> Recorder:
+        client = Recorder(engine)  # type: ignore[arg-type]
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "2+3"}]
+        tools = [{"type": "function", "function": {"name": "add"}}]
+        first = await client.chat(messages, tools=tools)
+        result = {"role": "tool", "tool_call_id": first.tool_calls[0]["id"], "content": "5"}
+        await client.chat([*messages, first.message, result], tools=tools)
+        return client
+
+    return asyncio.run(go())
+
+
+@pytest.mark.parametrize(
+    ("template", "said", "text"),
+    [
+        (RESULT_IN_THE_TURN, "hm@add<|call|>", "[u]2+3\n[a]hm@add<|call|>=5;five<|im_end|>"),
+        (TWO_ENDS, "hm@add</a><|im_end|>", "[u]2+3\n[a]hm@add</a><|im_end|>\n[t]5\n[a]five<|im_end|>"),
+    ],
+    ids=["the result is in the turn", "a turn has two ends"],
+)
+def test_a_result_of_a_call_is_where_the_template_writes_it(template: str, said: str, text: str) -> None:
+    (segment,) = call_and_result(template, said).segments
+    assert segment.token_ids == tokenized(text)
+    asked, answered = len(tokenized("[u]2+3\n[a]")), len(tokenized(said))
+    assert segment.loss_mask[: asked + answered] == [0] * asked + [1] * answered
+    assert sum(segment.loss_mask) == answered + len(tokenized("five<|im_end|>"))
+
+
+def test_a_message_that_a_template_leaves_out_is_refused() -> None:
+    with pytest.raises(TurnFailed, match="message 3: the chat template leaves out what the role 'tool' says"):
+        call_and_result(WITHOUT_TOOLS, "hm@add<|im_end|>")
+
+
 SEEING = (
     "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
     "{{ part.text or '<\u2591>' }}{% endfor %}{% endif %}<|im_end|>{% endfor %}[assistant]"
@@ -171,10 +238,10 @@ class Sees(Engine):
     def __init__(self, folder: Path, answers: list[str]) -> None:
         super().__init__(SEEING, answers)
         self.pictures = Pictures(folder, ord("\u2591"))
-        self.shown: list[list[str]] = []
+        self.sent: list[list[str]] = []
 
     async def turn(self, prompt: list[int], images: list[str], **_: Any) -> tuple[list[int], Sample]:
-        self.shown.append(list(images))
+        self.sent.append(list(images))
         _, sample = await super().turn(prompt, images)
         request = self.pictures.request(self.pictures.collapsed(prompt), images)
         assert isinstance(request["token_ids"], list)
@@ -213,7 +280,7 @@ def test_each_turns_image_stays_where_it_was_in_the_tokens(tmp_path: Path) -> No
 
     (segment,) = asyncio.run(go()).segments
     names = [hashlib.sha256(path.read_bytes()).hexdigest() + ".png" for path in pictures]
-    assert engine.shown == [names[:1], names[:2], names] and segment.images == names
+    assert engine.sent == [names[:1], names[:2], names] and segment.images == names
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == sorted(names)
     kept = [
         part["image"] for m in segment.history for part in images.parts_of(m["content"]) if "image" in part

@@ -113,6 +113,14 @@ def test_a_word_is_read_as_its_setting_needs_it(word: str, expected: Any) -> Non
             "rollout.chat_template_kwargs=thinking: 'thinking' must have the form name=value",
         ),
         (
+            ["rollout.thinking=off", "rollout.chat_template_kwargs=enable_thinking=true"],
+            "rollout.thinking=off: rollout.chat_template_kwargs=enable_thinking=true says it too; drop one of the two",
+        ),
+        (
+            ["rollout.max_thinking_tokens=99", "eval.max_tokens=99"],
+            "rollout.max_thinking_tokens=99: leaves no token for an answer in eval.max_tokens=99",
+        ),
+        (
             ["reward.kind=exact,numeric", "reward.weights=1"],
             "reward.weights=1: 1 weight for 2 rewards (reward.kind=exact,numeric)",
         ),

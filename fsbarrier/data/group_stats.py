@@ -20,6 +20,7 @@ MOST_PARTS = 20
 ADDED = (
     *("trajectories", "unjudged", "invalid", "reward_sum", "truncated", "reward_errors", "agent_errors"),
     *("environment_errors", "answers", "tokens", "episodes", "segments", "forked"),
+    *("reasoning_tokens", "thoughts_closed"),
 )
 
 
@@ -61,6 +62,9 @@ class GroupStats:
     episodes: int = 0
     segments: int = 0
     forked: int = 0
+    #: tokens of thoughts, and how many thoughts were closed at their limit
+    reasoning_tokens: int = 0
+    thoughts_closed: int = 0
     shortest: int = 0
     longest: int = 0
     parts: Mapping[str, RewardPart] = field(default_factory=dict)
@@ -93,6 +97,8 @@ class GroupStats:
                 added["forked"] += segments > 1
             if isinstance(mask, array) and len(mask):
                 lengths.append(mask.count(1))
+            for name in ("reasoning_tokens", "thoughts_closed"):
+                added[name] += trajectory.get(name) or 0
             for name, value in its_parts.items() if isinstance(its_parts, Mapping) else ():
                 if isinstance(value, int | float) and math.isfinite(value):
                     part = RewardPart(float(value), 1, int("reward_error" in notes))
@@ -156,6 +162,13 @@ def metrics(groups: Sequence[GroupStats]) -> dict[str, float]:
             "answer_tokens_min": min(group.shortest for group in groups if group.answers),
             "answer_tokens_max": max(group.longest for group in groups),
             "truncated_share": total.truncated / total.answers,
+        }
+    if total.reasoning_tokens and total.tokens:
+        share = total.reasoning_tokens / total.tokens
+        figures |= {
+            "reasoning_share": share,
+            "response_share": 1 - share,
+            "thoughts_closed_share": total.thoughts_closed / total.answers,
         }
     if total.episodes:
         figures["segments_per_episode"] = total.segments / total.episodes

@@ -24,11 +24,11 @@ ARRAYS = ("token_ids", "loss_mask", "logprobs", "teacher_logprobs", "policy_vers
 ROWS = 512
 #: Parquet columns (the fields of data/trajectory.py) and their types; fields without a fixed shape are stored as JSON
 COLUMNS = {
-    **dict.fromkeys(("task_id", "split", "finish_reason", "text"), "string"),
+    **dict.fromkeys(("task_id", "split", "finish_reason", "text", "reasoning"), "string"),
     **dict.fromkeys(
         ("task_index", "sample", "iteration", "generation", "node_rank", "policy_version"), "int64"
     ),
-    **dict.fromkeys(("prompt_tokens", "turns"), "int64"),
+    **dict.fromkeys(("prompt_tokens", "turns", "reasoning_tokens", "thoughts_closed"), "int64"),
     "reward": "float64",
     "valid": "bool",
     **dict.fromkeys(("prompt", "messages", "images", "reward_parts", "timings", "metadata"), "json"),

@@ -22,8 +22,14 @@ class Sampled(TypedDict, total=False):
 
     #: all turns, including the prompt
     messages: list[JsonObject]
-    #: the last answer
+    #: the last answer, without its thoughts
     text: str
+    #: the thoughts of the last answer; absent without any
+    reasoning: str
+    #: number of sampled tokens of the thoughts in all answers, with the marks around them; absent without any
+    reasoning_tokens: int
+    #: in how many answers `rollout.max_thinking_tokens` has closed the thoughts; absent if in none
+    thoughts_closed: int
 
     # --- for training ---
 

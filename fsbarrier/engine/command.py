@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsbarrier.engine.answer_format import NO_CHOICE, Parsers
 from fsbarrier.engine.model import ModelFolder, sees, within_positions
 from fsbarrier.engine.span import Meeting
 from fsbarrier.network.this_host import VARIABLES, interface_of
@@ -51,8 +52,8 @@ class ServerPlan:
     # Maximum number of compute threads on a CPU.
     threads: int = 1
     served_name: str = SERVED_NAME
-    # vLLM's parser for tool calls; "": none.
-    tool_parser: str = ""
+    # vLLM's own parsers that the server needs.
+    parsers: Parsers = NO_CHOICE
     # Where the server meets its parts on other nodes; None: it has none.
     meeting: Meeting | None = None
 
@@ -108,8 +109,10 @@ def argv(plan: ServerPlan) -> list[str]:
         # Tokens in, tokens out, with images, and with the policy version of each token.
         "--enable-scale-out",
     ]
-    if plan.tool_parser:
-        words += ["--enable-auto-tool-choice", "--tool-call-parser", plan.tool_parser]
+    if plan.parsers.tools:
+        words += ["--enable-auto-tool-choice", "--tool-call-parser", plan.parsers.tools]
+    if plan.parsers.reasoning:
+        words += ["--reasoning-parser", plan.parsers.reasoning]
     if sees(plan.model.config):
         # Reserve no memory for videos.
         words += ["--limit-mm-per-prompt", '{"video": 0}']

@@ -37,9 +37,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fsbarrier.context import Span
-from fsbarrier.engine import accelerators, command
+from fsbarrier.engine import accelerators, answer_format, command
+from fsbarrier.engine.answer_format import NO_CHOICE, Parsers
 from fsbarrier.engine.client import connect, what_it_serves
-from fsbarrier.engine.model import ModelFolder, inspect, parser_of
+from fsbarrier.engine.model import ModelFolder, inspect
 from fsbarrier.engine.own_head import with_own_head
 from fsbarrier.engine.placement import ANYWHERE, Placement, placed
 from fsbarrier.engine.server import LOOKS, Server
@@ -105,10 +106,9 @@ class Engine:
         served_name: str = command.SERVED_NAME,
         api_key: str = "",
         head_listener: HeadListener | None = None,
-        tool_parser: str | None = None,
+        parsers: Parsers = NO_CHOICE,
     ) -> None:
-        # None: the parser that fits the model.
-        self._tool_parser = tool_parser
+        self._parsers = parsers
         self.settings, self.external = settings, external
         self._served_name, self._frozen = served_name, isinstance(settings, FrozenEngineSettings)
         self.log_file, self.work_dir, self.python, self.threads = log_file, work_dir, python, threads
@@ -363,7 +363,7 @@ class Engine:
             # Leave one core for the API server.
             threads=self.threads or max(1, len(os.sched_getaffinity(0)) - 1),
             served_name=self._served_name,
-            tool_parser="" if self._frozen else parser_of(model.path, self._tool_parser),
+            parsers=NO_CHOICE if self._frozen else answer_format.served_by(model.path, self._parsers),
         )
 
     def _short_socket(self) -> Path:

@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from fsbarrier.context import Span
 from fsbarrier.engine.accelerators import Accelerator
+from fsbarrier.engine.answer_format import NO_CHOICE, Parsers
 from fsbarrier.engine.command import SERVED_NAME
 from fsbarrier.engine.engine import Engine, EngineInfo, Release
 from fsbarrier.engine.placement import Placement, placements
@@ -46,7 +47,7 @@ class Replicas:
         secrets_named: Collection[str | None] = (),
         frozen: str = "",
         head_listener: HeadListener | None = None,
-        tool_parser: str | None = None,
+        parsers: Parsers = NO_CHOICE,
     ) -> None:
         """`devices`: the accelerators that this node may use. `secrets_named`: variables with secrets, which the servers do not get.
         `frozen`: the name of a frozen engine, whose replicas share one key; "": these serve the policy. `head_listener`: where
@@ -72,7 +73,7 @@ class Replicas:
                 served_name=frozen or SERVED_NAME,
                 api_key=self.api_key,
                 head_listener=head_listener,
-                tool_parser=tool_parser,
+                parsers=parsers,
             )
 
         self._make = make

@@ -8,7 +8,8 @@ and may be `async`. `prompt` has the form of the task file (text or chat message
 `task_id`. A function with verl's parameters (`data_source, solution_str, ground_truth, extra_info`) is called with those. A function with
 a parameter `responses` instead of `response` scores all answers to a task together and returns a list, array or tensor of as many;
 `metadata["messages"]` is then a list too. Other numbers in a returned dict become the trajectory's `reward_parts`, other values its
-metadata. A parameter `judge` receives the model of the settings `judge.*` (judge.py), a parameter `engines` the addresses of the frozen
+metadata. A parameter `reasoning` receives the thoughts, which are not in the response (a list if there are `responses`; "" without
+thoughts). A parameter `judge` receives the model of the settings `judge.*` (judge.py), a parameter `engines` the addresses of the frozen
 engines by name, for any client.
 """
 
@@ -64,7 +65,7 @@ def load_function(kind: str) -> Function:
     function = load_named("reward.kind", kind)
     if not callable(function):
         raise UsageError(f"reward.kind={kind}: {kind.rpartition(':')[2]} is not a function")
-    more = {name: None for name in ("judge", "engines") if asks(function, name)}
+    more = {name: None for name in ("judge", "engines", "reasoning") if asks(function, name)}
     try:
         if is_verls(function):
             inspect.signature(function).bind(**dict.fromkeys(VERLS_PARAMETERS), **more)
@@ -107,6 +108,8 @@ def _call(function: Function, more: Mapping[str, object], question: Mapping[str,
     prompt, response, answer, metadata = (
         question[name] for name in ("prompt", "response", "answer", "metadata")
     )
+    if asks(function, "reasoning"):
+        more = {**more, "reasoning": question["reasoning"]}
     if is_verls(function):
         arguments = (
             metadata.get("data_source"),

@@ -27,13 +27,15 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer to score. `messages`: the whole conversation of an agent's episode. `token_ids`: the tokens of prompt and
-    answer, for an episode those of its last segment. `images`: the paths of the images it saw, in order, with repetitions."""
+    """An answer to score. `text`: without its thoughts, which are `reasoning`. `messages`: the whole conversation of an agent's episode.
+    `token_ids`: the tokens of prompt and answer, for an episode those of its last segment. `images`: the paths of the images it saw, in
+    order, with repetitions."""
 
     text: str
     messages: Messages | None = None
     token_ids: Sequence[int] = ()
     images: Sequence[str] = ()
+    reasoning: str = ""
 
 
 def finite(value: Any) -> float | None:

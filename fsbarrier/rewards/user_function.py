@@ -84,7 +84,7 @@ class FunctionReward(Reward):
         assert self._about is not None
         if self._about["groups"]:
             return (await self.score_group(task, [answer]))[0]
-        return (await self._scores(task, answer.text, _plain(answer.messages), 1))[0]
+        return (await self._scores(task, answer.text, answer.reasoning, _plain(answer.messages), 1))[0]
 
     async def score_group(self, task: Task, answers: Sequence[Answer]) -> list[Score]:
         await self.open()
@@ -94,10 +94,17 @@ class FunctionReward(Reward):
         messages = (
             [_plain(answer.messages) for answer in answers] if answers[0].messages is not None else None
         )
-        return await self._scores(task, [answer.text for answer in answers], messages, len(answers))
+        thoughts = [answer.reasoning for answer in answers]
+        texts = [answer.text for answer in answers]
+        return await self._scores(task, texts, thoughts, messages, len(answers))
 
     async def _scores(
-        self, task: Task, response: str | list[str], messages: object, count: int
+        self,
+        task: Task,
+        response: str | list[str],
+        reasoning: str | list[str],
+        messages: object,
+        count: int,
     ) -> list[Score]:
         """Compute `count` Scores with their duration; they contain the error if the function fails. `messages`: the conversation, or
         the conversations of the whole group; None without an agent."""
@@ -105,7 +112,10 @@ class FunctionReward(Reward):
         if messages is not None:
             metadata["messages"] = messages
         prompt = task.prompt if isinstance(task.prompt, str) else task.messages
-        question = {"prompt": prompt, "response": response, "answer": task.answer, "metadata": metadata}
+        question = {
+            **{"prompt": prompt, "response": response, "reasoning": reasoning},
+            **{"answer": task.answer, "metadata": metadata},
+        }
         started = time.monotonic()
         async with self._turn:
             error, scores = await self._asked(question)

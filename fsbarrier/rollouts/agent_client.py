@@ -1,9 +1,8 @@
 """Sends the turns of an agent's episode to the policy, and records each as tokens.
 
 Training uses exactly the tokens that the model saw and sampled. A turn is therefore sent to the engine as token ids: the previous turn's
-prompt and answer unchanged, never re-tokenized, followed by the tokens that the chat template inserts after the answer. To find these
-without knowing the template, the conversation is rendered twice with two different stand-ins for the last answer; the common suffix
-follows the answer. If a turn does not continue an earlier one (the agent changed the history), or the template cannot be continued this
+prompt and answer unchanged, never re-tokenized, followed by the tokens that the chat template inserts after the answer
+(template_turns.py). If a turn does not continue an earlier one (the agent changed the history), or the template cannot be continued this
 way, a new *segment* begins: a separate sequence in the same trajectory.
 """
 
@@ -16,13 +15,11 @@ from contextlib import asynccontextmanager
 from fsbarrier.data.images import sources
 from fsbarrier.data.messages import FIELDS, THOUGHTS, checked
 from fsbarrier.data.tasks import plain
-from fsbarrier.rollouts.answers import calls_in, meaning, without_thoughts
+from fsbarrier.rollouts.answers import Thoughts, calls_in, meaning
 from fsbarrier.rollouts.engine_pool import Reservation
 from fsbarrier.rollouts.episode import Episode, Reply, Segment, Trajectory, TurnFailed
-from fsbarrier.rollouts.samples import NEUTRAL, EngineGone, Message, Refusal, Sample
-
-#: stand-ins for the last answer: one token each in every vocabulary, and not part of any template's text
-STAND_INS = ("A", "B")
+from fsbarrier.rollouts.samples import NEUTRAL, EngineGone, Message, Sample, said_message
+from fsbarrier.rollouts.template_turns import TemplateTurns
 
 
 class Recorder:
@@ -39,6 +36,8 @@ class Recorder:
         self.segments: list[Segment] = []
         self.turns = 0
         self.generate_s = 0.0
+        # Of all turns: the tokens of their thoughts, and how many thoughts were closed at the limit.
+        self.thought_tokens = self.closings = 0
         # Whether an answer was truncated by the token limit.
         self.cut_off = False
         # Stored because the agent may catch this error and continue.
@@ -74,6 +73,7 @@ class Recorder:
             **({"chat_template_kwargs": self._template} if self._template else {}),
             **({"tools": offered} if offered else {}),
         }
+        turns = TemplateTurns(self._sampler, template)
         means, by_tools = meaning(conversation), json.dumps(offered, sort_keys=True)
         async with self._turn() as hold:
             segment = self._continued(means, by_tools)
@@ -81,13 +81,13 @@ class Recorder:
             if segment is not None:
                 hold(segment)
                 conversation = [*segment.history, *conversation[len(segment.history) :]]
-                suffix = await self._after_answer(conversation, segment, template)
+                suffix = await turns.after_answer(conversation, len(segment.history) - 1, segment.token_ids)
             if segment is None or suffix is None:
                 segment = hold(self._new_segment(tools=by_tools))
-                suffix = await self._sampler.tokens(messages=conversation, **template)
+                suffix = await turns.begun(conversation)
             segment.images = list(sources(conversation))
             sample = await self._sample(segment, suffix, max_tokens, stop)
-            message = await self._message(segment, sample, offered)
+            message = await self._message(sample, offered)
             segment.history = [*conversation, message]
             segment.meaning = meaning(segment.history)
         return self._reply(segment, sample, message)
@@ -109,7 +109,7 @@ class Recorder:
                 suffix = await self._sampler.tokens(prompt=prompt)
             sample = await self._sample(segment, suffix, max_tokens, stop)
             segment.text = prompt + await self._whole_text(sample)
-            message: Message = {"role": "assistant", "content": sample.text}
+            message = said_message(sample)
             segment.history = [*segment.history, {"role": "user", "content": rest}, message]
         return self._reply(segment, sample, message)
 
@@ -151,40 +151,6 @@ class Recorder:
                 return segment
         return None
 
-    async def _after_answer(
-        self, messages: list[Message], segment: Segment, template: Mapping[str, object]
-    ) -> list[int] | None:
-        """The tokens that the template inserts after the last answer of a segment; None if they cannot be determined."""
-        answer, end = len(segment.history) - 1, segment.token_ids[-1]
-        suffix = await self._common_end(messages, answer, {"role": "assistant"}, template)
-        if suffix is not None:
-            # The template may end an answer with the token that the model has already sampled.
-            return suffix[1:] if suffix[0] == end else suffix
-        # Some templates reject a call's result without the call, so render the call too; the next turn begins after its end.
-        own = {name: value for name, value in messages[answer].items() if name in ("role", "tool_calls")}
-        suffix = await self._common_end(messages, answer, own, template) if "tool_calls" in own else None
-        return suffix[suffix.index(end) + 1 :] if suffix is not None and end in suffix else None
-
-    async def _common_end(
-        self, messages: list[Message], answer: int, own: Message, template: Mapping[str, object]
-    ) -> list[int] | None:
-        """The common suffix of two renderings that differ only in the content of message number `answer`."""
-        rendered = []
-        for word in STAND_INS:
-            changed = [*messages[:answer], {**own, "content": word}, *messages[answer + 1 :]]
-            try:
-                rendered.append(await self._sampler.tokens(messages=changed, **template))
-            except Refusal:
-                # The template rejects such an answer.
-                return None
-        first, other = rendered
-        shortest = min(len(first), len(other))
-        common = 0
-        while common < shortest and first[-1 - common] == other[-1 - common]:
-            common += 1
-        # Everything in common: the template drops answers. Nothing in common: the suffix depends on the answer.
-        return first[-common:] if 0 < common < shortest else None
-
     async def _sample(
         self, segment: Segment, suffix: list[int], max_tokens: int | None, stop: Sequence[str]
     ) -> Sample:
@@ -206,6 +172,8 @@ class Recorder:
         segment.add_turn(shown[before:], sample)
         self.turns += 1
         self.generate_s += sample.seconds
+        self.thought_tokens += sample.thought_tokens
+        self.closings += sample.closings
         self.cut_off = self.cut_off or sample.finish_reason == "length"
         return sample
 
@@ -216,22 +184,17 @@ class Recorder:
         whole = await self._sampler.text_of(sample.token_ids)
         return sample.text + sample.stop + whole.rpartition(sample.stop)[2]
 
-    async def _message(
-        self, segment: Segment, sample: Sample, tools: Sequence[Mapping[str, object]]
-    ) -> Message:
+    async def _message(self, sample: Sample, tools: Sequence[Mapping[str, object]]) -> Message:
         """An answer as a message with its text, thoughts and tool calls. A truncated answer calls nothing."""
-        ids = sample.token_ids
-        marks = await self._sampler.thought_marks()
-        opened = marks.opened_by(segment.token_ids[: len(segment.token_ids) - len(ids)])
-        parts = without_thoughts(sample.text, opened=opened)
-        message: Message = {"role": "assistant", "content": parts.text}
-        if parts.reasoning:
-            message["reasoning_content"] = parts.reasoning
-        if not tools or not parts.closed or sample.finish_reason != "stop":
+        message = said_message(sample)
+        finished = sample.finish_reason == "stop" and (sample.thoughts is None or sample.thoughts.closed)
+        if not tools or not finished:
             return message
-        if parts.reasoning is not None:
-            ids = marks.after(ids)
-        read = await self._sampler.read_calls(ids, tools) if ids else {}
+        ids = sample.token_ids
+        thinking = await self._sampler.thinking()
+        if sample.reasoning is not None and not (thinking.served or thinking.format.calls_in_all):
+            ids = thinking.marks.after(ids)
+        read = await self._sampler.read_message(ids, tools) if ids else {}
         calls = calls_in(read)
         if not calls:
             return message
@@ -243,7 +206,9 @@ class Recorder:
 
     def _reply(self, segment: Segment, sample: Sample, message: Message) -> Reply:
         before = len(segment.token_ids) - len(sample.token_ids)
-        self.last = Reply(message, sample.text, sample.finish_reason, sample.token_ids, before)
+        self.last = Reply(
+            message, sample.text, sample.finish_reason, sample.token_ids, before, sample.thoughts
+        )
         return self.last
 
 
@@ -254,9 +219,16 @@ def finished(
     segments = tuple(segment for segment in client.segments if any(segment.loss_mask))
     if error is None and not segments:
         error = "the agent ended without requesting an answer from the policy"
-    last_text = client.last.text if client.last else ""
+    last = client.last
+    thoughts = last.thoughts if last is not None else None
+    text = returned.text
+    if text is None and last is not None:
+        text = last.text if thoughts is None else thoughts.text
     return Episode(
-        text=last_text if returned.text is None else returned.text,
+        text=text or "",
+        thoughts=None if thoughts is None else Thoughts(thoughts.reasoning, text or "", thoughts.closed),
+        thought_tokens=client.thought_tokens,
+        closed_thoughts=client.closings,
         token_ids=[],
         logprobs=[],
         finish_reason="error" if error is not None else "length" if client.cut_off else "stop",

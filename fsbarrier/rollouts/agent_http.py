@@ -38,18 +38,30 @@ NEUTRAL_FIELDS: dict[str, tuple[object, ...]] = {
     "tool_choice": ("auto", "none"),
     "parallel_tool_calls": (True,),
     "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
     "logprobs": (False,),
     "top_logprobs": (0,),
-    "seed": (),
     "functions": ([],),
     "function_call": ("auto", "none"),
     "echo": (False,),
     "suffix": ("",),
     "best_of": (1,),
-    "prompt_logprobs": (),
-    "structured_outputs": (),
     "chat_template_kwargs": ({},),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "stop_token_ids": ([],),
+    "skip_special_tokens": (True,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
 }
+#: fields that are honoured, and those that say nothing about the answer
+READ_FIELDS = frozenset(
+    (
+        *("model", "messages", "prompt", "tools", "stop", "max_tokens", "max_completion_tokens", "stream"),
+        *("stream_options", "user", "metadata", "store", "service_tier", "safety_identifier"),
+        *("prompt_cache_key", "prompt_cache_retention"),
+    )
+)
 #: timeout for connections whose client does not read its last response
 CLOSE_S = 1
 
@@ -179,8 +191,8 @@ async def _turn(client: Recorder, asked: JsonObject, *, chat: bool) -> Response:
                 f"{wanted}: must equal the run's setting ({value!r}), so that training matches sampling; drop it",
                 name,
             )
-    for name, allowed in NEUTRAL_FIELDS.items():
-        if asked.get(name) not in (None, *allowed):
+    for name in asked.keys() - READ_FIELDS - client.sampling.keys():
+        if asked[name] not in (None, *NEUTRAL_FIELDS.get(name, ())):
             raise _Error(
                 400,
                 f"{name}: not supported in a recorded turn ({json.dumps(asked[name])[:80]}); drop it",

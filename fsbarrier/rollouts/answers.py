@@ -10,10 +10,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from fsbarrier.engine.answer_format import USUAL, ThoughtFormat
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.store.foreign_json import NotJson, parse
-
-OPEN, CLOSE = "<think>", "</think>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +26,12 @@ class Thoughts:
 
 @dataclass(frozen=True, slots=True)
 class ThoughtMarks:
-    """The tokens of the marks around a thought. `opening`: alone, and at the end of a line."""
+    """The tokens of the marks around a thought. `opening`: alone, and at the end of a line. `closed_with`: the tokens that close a thought
+    on the policy's behalf."""
 
     opening: Sequence[list[int]]
     closing: list[int]
+    closed_with: list[int]
 
     def opened_by(self, prompt_ids: Sequence[int]) -> bool:
         """Whether a prompt ends with the mark that opens a thought, which some templates add."""
@@ -38,20 +39,33 @@ class ThoughtMarks:
 
     def after(self, token_ids: Sequence[int]) -> list[int]:
         """The tokens after the first thought; all tokens if the end of the thought is not found."""
+        return list(token_ids[self._end_in(token_ids) or 0 :])
+
+    def count(self, token_ids: Sequence[int]) -> int:
+        """The number of tokens of an answer's thoughts, with the mark that ends them; the answer begins with thoughts."""
+        end = self._end_in(token_ids)
+        return len(token_ids) if end is None else end
+
+    def _end_in(self, token_ids: Sequence[int]) -> int | None:
         size = len(self.closing)
         ends = (at + size for at in range(len(token_ids)) if list(token_ids[at : at + size]) == self.closing)
-        return list(token_ids[next(ends, 0) :])
+        return next(ends, None)
 
 
-def without_thoughts(text: str, *, opened: bool) -> Thoughts:
+def without_thoughts(text: str, *, opened: bool, marks: ThoughtFormat = USUAL) -> Thoughts:
     """Split an answer into thoughts and the rest. Only its beginning counts as thoughts; later marks are text. `opened`: the prompt has
     already opened the thought."""
-    begins = text.lstrip().startswith(OPEN)
+    begins = text.lstrip().startswith(marks.opening)
     if not (opened or begins):
-        return Thoughts(None, text, True)
-    inner = text.lstrip()[len(OPEN) :] if begins else text
-    thought, mark, answer = inner.partition(CLOSE)
-    return Thoughts(thought.strip(), answer.lstrip(), bool(mark))
+        return Thoughts(None, _unwrapped(text, marks), True)
+    inner = text.lstrip()[len(marks.opening) :] if begins else text
+    thought, mark, answer = inner.partition(marks.closing)
+    return Thoughts(thought.strip(), _unwrapped(answer.lstrip(), marks), bool(mark))
+
+
+def _unwrapped(answer: str, marks: ThoughtFormat) -> str:
+    wrapped = marks.around.fullmatch(answer) if marks.around is not None else None
+    return answer if wrapped is None else wrapped["answer"]
 
 
 def calls_in(message: Mapping[str, object]) -> list[JsonObject]:

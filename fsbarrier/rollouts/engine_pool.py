@@ -18,21 +18,28 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any, Self, TypeVar
 
 from fsbarrier.data.tasks import Task
 from fsbarrier.engine.openai_http import asked_again
-from fsbarrier.rollouts.answers import CLOSE, OPEN, ThoughtMarks
-from fsbarrier.rollouts.pictures import Pictures, placeholders
-from fsbarrier.rollouts.rollout_spec import RolloutSpec
-from fsbarrier.rollouts.samples import Emit, EngineDown, EngineGone, Refusal, Sample, Sampling, SamplingServer
+from fsbarrier.rollouts.answers import Thoughts
+from fsbarrier.rollouts.pictures import Pictures
+from fsbarrier.rollouts.samples import (
+    Emit,
+    EngineDown,
+    EngineGone,
+    Refusal,
+    Sample,
+    SampledGroup,
+    Sampling,
+    SamplingServer,
+)
 from fsbarrier.rollouts.sampling import Sampler
-from fsbarrier.settings.sections import Settings
+from fsbarrier.rollouts.thinking import Thinking, asked_for, has_opened, may_think
 from fsbarrier.store.retry import Backoff
 from fsbarrier.user_code import log_once
 
-#: A request fails after this many seconds without output from the engine; it is tried TRIES times in total, with pauses.
-REQUEST_TIMEOUT_S, TRIES = 600.0, 4
 # Pauses between two checks of an engine that does not answer: the first, and the longest. Work goes on so soon after it is back.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 2.0
 #: delay after a request before the engine's count of waiting sequences is trusted
@@ -40,7 +47,10 @@ SETTLE_S = 0.2
 #: the route to vLLM's own parsers of tool calls, and the timeout of one request to it
 DERENDER, READ_S = "/v1/chat/completions/derender", 20.0
 #: the flags that a user's own server needs for that route
-NEEDS = "a server of your own needs --enable-scale-out --enable-auto-tool-choice --tool-call-parser NAME"
+NEEDS = (
+    "a server of your own needs --enable-scale-out --enable-auto-tool-choice --tool-call-parser NAME (and --reasoning-parser NAME for "
+    "rollout.reasoning_parser)"
+)
 #: polling interval of that count
 PAUSES = Backoff(0.1, 0.5, factor=2.0)
 
@@ -64,8 +74,10 @@ class EnginePool:
         pictures: Pictures | None = None,
     ) -> None:
         self.pictures = pictures or Pictures(None, None)
-        # None until an answer has needed them.
-        self.marks: ThoughtMarks | None = None
+        # None until they are needed.
+        self.thoughts: asyncio.Task[Thinking] | None = None
+        # Of which kinds of messages the chat template shows the content (agent_client.py).
+        self.shown: dict[str, bool] = {}
         self.engines = [
             Sampler(server, number, connections=connections, on_tokens=on_tokens, pictures=self.pictures)
             for number, server in enumerate(servers)
@@ -211,7 +223,43 @@ class Reservation:
     async def sample(self, tasks: Sequence[Task], emit: Emit) -> None:
         """Like Sampler.sample. Does not repeat samples that were already emitted before an engine died."""
         left = {task.index: task for task in tasks}
-        await self._on_live_engine(lambda sampler: sampler.sample(left, emit, self.sampling))
+        most, limit = self.sampling.max_tokens, self._engine.server.max_thinking_tokens
+        begun = replace(self.sampling, max_tokens=min(most, limit or most))
+        going_on: list[asyncio.Task[None]] = []
+
+        def sampled(group: SampledGroup) -> None:
+            if may_think(group, self._engine.server):
+                going_on.append(asyncio.create_task(self._finish(group, emit)))
+            else:
+                emit(group)
+
+        try:
+            await self._on_live_engine(lambda sampler: sampler.sample(left, sampled, begun))
+            await asyncio.gather(*going_on)
+        finally:
+            for unfinished in going_on:
+                unfinished.cancel()
+
+    async def _finish(self, group: SampledGroup, emit: Emit) -> None:
+        """Emit a group after its answers have been continued beyond the limit of their thoughts, and these are read."""
+        thinking, server = await self.thinking(), self._engine.server
+        opened = has_opened(group.task.prompt, group.prompt_ids, thinking)
+
+        async def whole(number: int, sample: Sample) -> Sample:
+            async def go_on(begun: Sequence[int], room: int) -> Sample:
+                prompt, seed = [*group.prompt_ids, *begun], server.seed_of(group.task, f":{number}")
+                _, rest = await self._turn(prompt, group.images, max_tokens=room, stop=server.stop, seed=seed)
+                return rest
+
+            if thinking.served:
+                return await self._read_by_server(sample, group.prompt_ids)
+            room = self._room(len(group.prompt_ids), self.sampling.max_tokens)
+            return await thinking.finished(sample, opened=opened, room=room, go_on=go_on)
+
+        samples = await asyncio.gather(
+            *(whole(number, sample) for number, sample in enumerate(group.samples))
+        )
+        emit(replace(group, samples=tuple(samples)))
 
     async def turn(
         self,
@@ -221,14 +269,48 @@ class Reservation:
         max_tokens: int,
         stop: Sequence[str] = (),
     ) -> tuple[list[int], Sample]:
-        """Like Sampler.turn."""
+        """Like Sampler.turn; the sample has its thoughts."""
+        thinking = await self.thinking()
+        first = thinking.first_part(max_tokens)
+        shown, sample = await self._turn(prompt_ids, images, max_tokens=first, stop=stop)
+
+        async def go_on(begun: Sequence[int], room: int) -> Sample:
+            _, rest = await self._turn([*shown, *begun], images, max_tokens=room, stop=stop)
+            return rest
+
+        if thinking.served:
+            return shown, await self._read_by_server(sample, shown)
+        opened = thinking.marks.opened_by(prompt_ids)
+        room = self._room(len(shown), max_tokens)
+        return shown, await thinking.finished(sample, opened=opened, room=room, go_on=go_on)
+
+    async def _turn(
+        self,
+        prompt_ids: Sequence[int],
+        images: Sequence[str],
+        *,
+        max_tokens: int,
+        stop: Sequence[str],
+        seed: Mapping[str, object] | None = None,
+    ) -> tuple[list[int], Sample]:
         return await self._on_live_engine(
-            lambda sampler: sampler.turn(prompt_ids, images, self.sampling, max_tokens=max_tokens, stop=stop)
+            lambda sampler: sampler.turn(
+                prompt_ids, images, self.sampling, max_tokens=max_tokens, stop=stop, seed=seed
+            )
         )
+
+    def _room(self, before: int, max_tokens: int) -> int:
+        """How many tokens an answer may have after a prompt of `before` tokens."""
+        return max_tokens if self.longest is None else min(max_tokens, self.longest - before)
 
     @property
     def pictures(self) -> Pictures:
         return self._pool.pictures
+
+    @property
+    def shown(self) -> dict[str, bool]:
+        """Of which kinds of messages the chat template shows the content, as far as that was asked."""
+        return self._pool.shown
 
     async def tokens(self, **body: object) -> list[int]:
         """Like Sampler.tokens."""
@@ -238,23 +320,32 @@ class Reservation:
         """Like Sampler.text_of."""
         return await self._on_live_engine(lambda sampler: sampler.text_of(token_ids))
 
-    async def thought_marks(self) -> ThoughtMarks:
-        """The tokens that begin and end a thought. Raises EngineGone, Refusal."""
-        if self._pool.marks is None:
-            # Try it with a line break too, because a tokenizer may join the mark and the line break in one token.
-            texts = (OPEN, f"{OPEN}\n", CLOSE)
-            mark_tokens = [await self.tokens(prompt=text, add_special_tokens=False) for text in texts]
-            self._pool.marks = ThoughtMarks(mark_tokens[:2], mark_tokens[2])
-        return self._pool.marks
+    async def thinking(self) -> Thinking:
+        """How the model marks its thoughts. Raises EngineGone, Refusal."""
+        if self._pool.thoughts is None:
+            self._pool.thoughts = asyncio.create_task(asked_for(self._engine.server, self.tokens))
+        return await asyncio.shield(self._pool.thoughts)
 
-    async def read_calls(
-        self, token_ids: Sequence[int], tools: Sequence[Mapping[str, object]]
+    async def _read_by_server(self, sample: Sample, prompt_ids: Sequence[int]) -> Sample:
+        """The sample with its thoughts, as the server's own parser reads them."""
+        message = await self.read_message(sample.token_ids, (), prompt_ids)
+        if not (reasoning := message.get("reasoning")):
+            return sample
+        content = str(message.get("content") or "")
+        return replace(sample, thoughts=Thoughts(str(reasoning), content, sample.finish_reason == "stop"))
+
+    async def read_message(
+        self,
+        token_ids: Sequence[int],
+        tools: Sequence[Mapping[str, object]],
+        prompt_ids: Sequence[int] | None = None,
     ) -> Mapping[str, object]:
-        """Parse an answer's tokens into a message with the server's parser. Returns {} if the server has no parser, refuses the tokens, or
-        takes too long. Raises EngineGone."""
+        """Parse an answer's tokens into a message with the server's parsers. Returns {} if the server has no parser, or refuses the tokens.
+        Raises EngineGone; Refusal if it takes too long, because the answer may call a tool."""
         answer = {"request_id": "turn", "choices": [{"index": 0, "token_ids": [*token_ids]}]}
-        about = {"messages": [{"role": "user", "content": ""}], "tools": [*tools]}
-        body = {"generate_response": answer, "chat_request": about}
+        about = {"messages": [{"role": "user", "content": ""}], **({"tools": [*tools]} if tools else {})}
+        before = {} if prompt_ids is None else {"prompt_token_ids": [*prompt_ids]}
+        body = {"generate_response": answer, "chat_request": about, **before}
 
         async def ask(sampler: Sampler) -> object:
             async with asyncio.timeout(READ_S):
@@ -266,9 +357,13 @@ class Reservation:
         except EngineDown:
             raise
         except (Refusal, EngineGone) as error:
-            log_once(DERENDER, f"calls of tools are not read: {error}; {NEEDS}\n")
+            log_once(DERENDER, f"calls of tools, or thoughts, are not read: {error}; {NEEDS}\n")
             return {}
-        except (TimeoutError, LookupError, TypeError):
+        except TimeoutError:
+            raise Refusal(
+                f"the engine has not read which tools the answer calls within {READ_S:g} s; its log may say why"
+            ) from None
+        except (LookupError, TypeError):
             return {}
         return message if isinstance(message, Mapping) else {}
 
@@ -289,24 +384,3 @@ class Reservation:
         self._engine = self._pool.next
         self._engine.sequences += self.sequences
         self.replica = None
-
-
-def servers_of(spec: RolloutSpec, settings: Settings) -> list[SamplingServer]:
-    """The engines to sample from, with timeouts and retries."""
-    banned = placeholders(spec.model)
-    seed = ":".join(str(part) for part in (settings.rollout.seed, spec.identity.iteration, spec.split))
-    return [
-        SamplingServer(
-            url=engine.url,
-            api_key=engine.api_key or "",
-            model=engine.model or "",
-            timeout_s=REQUEST_TIMEOUT_S,
-            tries=TRIES,
-            template_arguments=settings.rollout.template_arguments,
-            banned=banned,
-            stop=settings.rollout.stop,
-            seed=seed if settings.rollout.reproducible else "",
-            in_flight=spec.in_flight,
-        )
-        for engine in spec.engine
-    ]

@@ -9,7 +9,8 @@ from itertools import accumulate
 
 from fsbarrier.data.trajectory import Sampled
 from fsbarrier.protocol.facts import JsonObject
-from fsbarrier.rollouts.samples import UNKNOWN, Message, Sample, SampledGroup, told_versions
+from fsbarrier.rollouts.answers import Thoughts
+from fsbarrier.rollouts.samples import UNKNOWN, Message, Sample, SampledGroup, said, told_versions
 
 
 @dataclass
@@ -38,7 +39,7 @@ class Segment:
         if not self.token_ids:
             self.prompt_tokens = len(shown)
         self.token_ids += [*shown, *sample.token_ids]
-        self.loss_mask += [0] * len(shown) + [1] * len(sample.token_ids)
+        self.loss_mask += [0] * len(shown) + [*sample.mask]
         self.logprobs += [0.0] * len(shown) + sample.logprobs
         self.versions += [*[UNKNOWN] * len(shown), *sample.versions]
 
@@ -57,6 +58,7 @@ class Reply:
     finish_reason: str
     token_ids: list[int]
     prompt_tokens: int
+    thoughts: Thoughts | None = None
 
     @property
     def tool_calls(self) -> list[JsonObject]:
@@ -84,6 +86,12 @@ class Episode(Sample):
     segments: tuple[Segment, ...] = ()
     turns: int = 0
     episode_s: float = 0.0
+    #: in how many turns thoughts were closed at their limit
+    closed_thoughts: int = 0
+
+    @property
+    def closings(self) -> int:
+        return self.closed_thoughts
 
     @property
     def messages(self) -> list[Message]:
@@ -101,7 +109,7 @@ class Episode(Sample):
         """The concatenated segments; if there are several, `segments` contains their offsets."""
         made: Sampled = {
             "messages": self.messages or group.task.messages,
-            "text": self.text,
+            **said(self),
             "token_ids": array("i", [t for s in self.segments for t in s.token_ids]),
             "prompt_tokens": self.segments[0].prompt_tokens if self.segments else 0,
             "loss_mask": array("B", [m for s in self.segments for m in s.loss_mask]),

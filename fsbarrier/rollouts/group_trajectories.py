@@ -59,7 +59,7 @@ def _answer(sample: Sample, group: SampledGroup, folder: Path) -> Answer:
         messages = replaced(messages, lambda name: {"type": "image", "image": str(folder / name)})
     tokens = record["token_ids"][record.get("segments", [0])[-1] :]
     seen = [str(folder / name) for of_segment in record.get("images", ()) for name in of_segment]
-    return Answer(sample.text, messages, tokens, seen)
+    return Answer(sample.response, messages, tokens, seen, sample.reasoning or "")
 
 
 def _known_score(sample: Sample) -> Score | None:

@@ -16,19 +16,25 @@ from fsbarrier.data.group_stats import GroupStats
 from fsbarrier.data.rank_file_writer import RankFileWriter
 from fsbarrier.data.tasks import Task, read_tasks
 from fsbarrier.decisions import JsonRecord, RolloutReport
+from fsbarrier.engine.answer_format import format_of
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.protocol.assign import LOTS
 from fsbarrier.protocol.codec import ready
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rollouts.claims import Claims, EarlyEnd, Refills, remove_old
-from fsbarrier.rollouts.samples import Sampling
+from fsbarrier.rollouts.pictures import placeholders
+from fsbarrier.rollouts.samples import Sampling, SamplingServer
 from fsbarrier.rollouts.sharing import file_of
 from fsbarrier.rundir.names import GENERATION, IMAGES_FOLDER
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.record_store import PosixStore
+from fsbarrier.settings.sections import Settings
 from fsbarrier.specs import EngineAddress, Launch, PolicyEngine, Resident, Spec
 from fsbarrier.store import files
 from fsbarrier.store.retry import patiently
+
+#: A request fails after this many seconds without output from the engine; it is tried TRIES times in total, with pauses.
+REQUEST_TIMEOUT_S, TRIES = 600.0, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +150,28 @@ class RolloutSpec(Spec[RolloutOutcome]):
         """The tasks that this node may have to do."""
         shares = [self.tasks] if self.fixed_shares else self.shares.values()
         return [task for share in shares for task in share]
+
+    def servers(self, settings: Settings) -> list[SamplingServer]:
+        """The engines to sample from, with timeouts and retries."""
+        banned = placeholders(self.model)
+        seed = ":".join(str(part) for part in (settings.rollout.seed, self.identity.iteration, self.split))
+        return [
+            SamplingServer(
+                url=engine.url,
+                api_key=engine.api_key or "",
+                model=engine.model or "",
+                timeout_s=REQUEST_TIMEOUT_S,
+                tries=TRIES,
+                template_arguments=settings.rollout.template_arguments,
+                banned=banned,
+                stop=settings.rollout.stop,
+                seed=seed if settings.rollout.reproducible else "",
+                in_flight=self.in_flight,
+                thoughts=format_of(self.model, settings.rollout.reasoning_parser),
+                max_thinking_tokens=settings.rollout.max_thinking_tokens,
+            )
+            for engine in self.engine
+        ]
 
     def open_claims(self, tasks: Collection[int] | None = None, number: int = 0) -> Claims:
         """The claims on `tasks` (None: all), the tasks of round `number`. Logs the reason if this node may not take over tasks. Raises

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from fsbarrier.data.images import sources
 from fsbarrier.data.tasks import Task
 from fsbarrier.data.trajectory import Sampled
+from fsbarrier.engine.answer_format import USUAL, ThoughtFormat
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.protocol.facts import JsonObject
+from fsbarrier.rollouts.answers import Thoughts
 
 #: the policy version of a token that was not sampled, or whose version the engine was not asked for
 UNKNOWN = -1
@@ -40,6 +42,8 @@ class SamplingServer:
 
     `template_arguments`: extra arguments for the chat template. `banned`: tokens that are never sampled. `stop`: texts that end an
     answer. `seed`: the base of the answers' seeds; "": no seeds. `in_flight`: ask the server which policy version sampled each token.
+    `thoughts`: how the model marks its thoughts; None: the server's own parser reads them. `max_thinking_tokens`: longer thoughts are
+    closed; None: no limit.
     """
 
     url: str
@@ -52,10 +56,13 @@ class SamplingServer:
     stop: Sequence[str] = ()
     seed: str = ""
     in_flight: bool = False
+    thoughts: ThoughtFormat | None = USUAL
+    max_thinking_tokens: int | None = None
 
-    def seed_of(self, task: Task) -> dict[str, object]:
-        """The seed parameter of a task's request, if seeds are used. vLLM adds the sample's number to it."""
-        digest = hashlib.sha256(f"{self.seed}:{task.index}".encode()).digest()
+    def seed_of(self, task: Task, part: str = "") -> dict[str, object]:
+        """The seed parameter of a task's request, if seeds are used. vLLM adds the sample's number to it. `part`: names a further request
+        for the same task."""
+        digest = hashlib.sha256(f"{self.seed}:{task.index}{part}".encode()).digest()
         return {"seed": int.from_bytes(digest[:6])} if self.seed else {}
 
     @property
@@ -64,13 +71,14 @@ class SamplingServer:
         return {
             **NEUTRAL,
             **({"stop": [*self.stop]} if self.stop else {}),
+            **({"skip_special_tokens": False} if self.thoughts is not None and self.thoughts.hidden else {}),
             **({"logit_bias": dict.fromkeys(map(str, self.banned), -100)} if self.banned else {}),
         }
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One answer with its tokens. A sampled end token is the last of `token_ids`.
+    """One answer with its tokens, and its whole text. A sampled end token is the last of `token_ids`.
 
     `logprobs`: one number per token, under the sampled distribution (vLLM's `processed_logprobs`). `seconds`: from the request to the last
     token. `stop`: the stop string that ended it; its tokens are in `token_ids`, but `text` ends before it. An agent's episode (episode.py)
@@ -90,6 +98,33 @@ class Sample:
     lost: bool = False
     #: the policy version that sampled each token, or UNKNOWN
     versions: Sequence[int] = ()
+    #: what its text consists of; None: it has no thoughts
+    thoughts: Thoughts | None = None
+    #: number of the sampled tokens of its thoughts
+    thought_tokens: int = 0
+    #: the positions of the tokens with which the rollout, not the policy, has closed the thoughts
+    given: range = range(0)
+
+    @property
+    def response(self) -> str:
+        """The text without thoughts."""
+        return self.text if self.thoughts is None else self.thoughts.text
+
+    @property
+    def reasoning(self) -> str | None:
+        return None if self.thoughts is None else self.thoughts.reasoning
+
+    @property
+    def mask(self) -> bytes:
+        """For each token, 1 if the policy has sampled it."""
+        marks = bytearray(b"\1" * len(self.token_ids))
+        marks[self.given.start : self.given.stop] = bytes(len(self.given))
+        return bytes(marks)
+
+    @property
+    def closings(self) -> int:
+        """How often the rollout has closed thoughts."""
+        return int(bool(self.given))
 
     @property
     def messages(self) -> list[Message] | None:
@@ -98,7 +133,7 @@ class Sample:
 
     @property
     def sampled_tokens(self) -> int:
-        return len(self.token_ids)
+        return len(self.token_ids) - len(self.given)
 
     @property
     def timings(self) -> dict[str, float]:
@@ -106,14 +141,14 @@ class Sample:
 
     def record(self, group: SampledGroup) -> Sampled:
         """The trajectory fields that depend on sampling: all tokens of prompt and answer, and which of them were sampled."""
-        before, after = len(group.prompt_ids), len(self.token_ids)
+        before = len(group.prompt_ids)
         return {
-            "messages": [*group.conversation, {"role": "assistant", "content": self.text}],
-            "text": self.text,
+            "messages": [*group.conversation, said_message(self)],
+            **said(self),
             **({"images": [group.images]} if group.images else {}),
             "token_ids": array("i", [*group.prompt_ids, *self.token_ids]),
             "prompt_tokens": before,
-            "loss_mask": array("B", bytes(before) + b"\1" * after),
+            "loss_mask": array("B", bytes(before) + self.mask),
             "logprobs": array("f", [0.0] * before + self.logprobs),
             **told_versions([*[UNKNOWN] * before, *self.versions]),
         }
@@ -140,6 +175,24 @@ class SampledGroup:
     @property
     def images(self) -> list[str]:
         return list(sources(self.messages or ()))
+
+
+def said_message(sample: Sample) -> Message:
+    """An answer as a message: its text, and its thoughts beside it."""
+    thoughts = {"reasoning_content": sample.reasoning} if sample.reasoning else {}
+    return {"role": "assistant", "content": sample.response, **thoughts}
+
+
+def said(sample: Sample) -> Sampled:
+    """The fields of a trajectory about what was answered and thought."""
+    fields: Sampled = {"text": sample.response}
+    if sample.reasoning is not None:
+        fields["reasoning"] = sample.reasoning
+    if sample.thought_tokens:
+        fields["reasoning_tokens"] = sample.thought_tokens
+    if sample.closings:
+        fields["thoughts_closed"] = sample.closings
+    return fields
 
 
 def told_versions(versions: Sequence[int]) -> Sampled:

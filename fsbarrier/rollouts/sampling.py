@@ -182,12 +182,13 @@ class Sampler:
         *,
         max_tokens: int,
         stop: Sequence[str] = (),
+        seed: Mapping[str, object] | None = None,
     ) -> tuple[list[int], Sample]:
         """Sample one answer to exactly these tokens. Returns the tokens, with image placeholders expanded, and the
         answer. Raises EngineGone; Refusal if the server rejects this prompt."""
         groups: list[SampledGroup] = []
         task = Task(0, "", "", None, {})
-        own = {"max_tokens": max_tokens, "stop": list(stop)}
+        own = {"max_tokens": max_tokens, "stop": list(stop), **(seed or {})}
 
         async def request() -> None:
             stream = self._stream([task], groups.append, 1)

@@ -338,6 +338,7 @@ def make_engines(
 ) -> Replicas:
     """The local engines of this node. Raises UsageError if there are too few accelerators."""
     # Imported late: a program without a model does not need the engine's libraries.
+    from fsbarrier.engine.answer_format import Parsers
     from fsbarrier.engine.replicas import Replicas
     from fsbarrier.engine.span import HeadListener
 
@@ -349,7 +350,7 @@ def make_engines(
         work_dir=work_dir,
         devices=devices,
         secrets_named=(settings.judge.api_key_env,),
-        tool_parser=settings.rollout.tool_parser,
+        parsers=Parsers(settings.rollout.tool_parser, settings.rollout.reasoning_parser),
     )
 
 

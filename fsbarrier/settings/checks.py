@@ -15,7 +15,7 @@ from fsbarrier.settings.losses import LOSSES
 from fsbarrier.settings.placement import ROLES, Ranges
 from fsbarrier.settings.secrecy import check_credentials
 from fsbarrier.settings.sources import ChosenValue, nearest, stored_as
-from fsbarrier.settings.value_types import TEACHER, frozen_engine, reward_kinds, scoring_engines
+from fsbarrier.settings.value_types import SWITCHES, TEACHER, frozen_engine, reward_kinds, scoring_engines
 from fsbarrier.settings.without_effect import AsChosen, without_effect
 from fsbarrier.wording import counted, setting_text
 
@@ -181,6 +181,8 @@ def _trainer(s: Settings, named: AsChosen) -> Iterator[str]:
     for key, tokens in answer_lengths(s):
         if tokens >= s.engine.max_model_len:
             yield f"{named(key)}: leaves no room for a prompt in {named('engine.max_model_len')}"
+        if 0 < tokens <= (s.rollout.max_thinking_tokens or 0):
+            yield f"{named('rollout.max_thinking_tokens')}: leaves no token for an answer in {named(key)}"
     if trainer.attention == "flash_attention_2" and trainer.dtype == "float32":
         yield f"{named('trainer.attention')}: supports only bfloat16, not {named('trainer.dtype')}; change one of the two"
     if trainer.zero_stage != 3 and not deepspeed:
@@ -245,6 +247,8 @@ def _rollouts(s: Settings, named: AsChosen) -> Iterator[str]:
     for word in s.rollout.chat_template_kwargs:
         if "=" not in word or not word.partition("=")[0].isidentifier():
             yield f"{named('rollout.chat_template_kwargs')}: {word!r} must have the form name=value"
+        if s.rollout.thinking != "auto" and word.partition("=")[0] in SWITCHES:
+            yield f"{named('rollout.thinking')}: {named('rollout.chat_template_kwargs')} says it too; drop one of the two"
 
 
 def _drawing(s: Settings, named: AsChosen) -> Iterator[str]:

@@ -21,6 +21,7 @@ from fsbarrier.settings.presets import Preset
 from fsbarrier.settings.section import Changes, EachSession, EachStart, Section
 from fsbarrier.settings.sources import ENGINE_NAME, ENVIRONMENT_NAME, SET_NAME, TRAIN_SET_NAME, known_as
 from fsbarrier.settings.value_types import (
+    SWITCHES,
     AboveOne,
     Betas,
     CommandLine,
@@ -64,6 +65,15 @@ class RolloutSettings(Section):
     stop: Words = ()
     #: Extra arguments for the model's chat template, for example `enable_thinking=false`.
     chat_template_kwargs: Words = ()
+    #: Whether the model thinks before it answers: `on` and `off` set the chat template's argument for it (`enable_thinking`, `thinking`);
+    #: auto: as the template does by itself.
+    thinking: Literal["auto", "on", "off"] = "auto"
+    #: Maximum number of tokens of the thoughts in a turn, out of `rollout.max_tokens`: longer ones are closed with tokens that are not
+    #: trained on, and the answer goes on; none: thoughts may take all of them.
+    max_thinking_tokens: EachSession[Count | None] = None
+    #: The format of thoughts, by the name of vLLM's parser for it (`vllm serve --reasoning-parser`); none: the format of the model's chat
+    #: template, else `<think>`.
+    reasoning_parser: Name | None = None
     #: vLLM's parser of tool calls in an agent's turns (`vllm serve --tool-call-parser`); none: the parser for the format of the model's
     #: chat template, else `hermes`.
     tool_parser: Name | None = None
@@ -100,8 +110,10 @@ class RolloutSettings(Section):
 
     @property
     def template_arguments(self) -> dict[str, object]:
-        """`chat_template_kwargs` as a dictionary. Values that parse as JSON are converted; the others stay text."""
-        return {
+        """`thinking` and `chat_template_kwargs` as a dictionary. Values that parse as JSON are converted; the others stay text."""
+        # Templates call it one or the other; an argument that a template does not read changes nothing.
+        thinks = {} if self.thinking == "auto" else dict.fromkeys(SWITCHES, self.thinking == "on")
+        return thinks | {
             name: json_or_text(value)
             for name, _, value in (w.partition("=") for w in self.chat_template_kwargs)
         }

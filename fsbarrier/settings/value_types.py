@@ -47,6 +47,8 @@ def reward_kinds(kind: str) -> list[str]:
 ENGINE = "engines."
 #: the frozen engine that teaches (`algorithm.loss=distil`)
 TEACHER = "teacher"
+#: the arguments by which chat templates switch thoughts on and off
+SWITCHES = ("enable_thinking", "thinking")
 
 
 def frozen_engine(named: str | None) -> str | None:

@@ -24,7 +24,7 @@ MEASURES = {
         "rollout",
         re.compile(
             "reward_std|groups_without_signal|rounds|left_out|(reward|agent|environment)_errors|answer_tokens_(mean|min|max)"
-            "|truncated_share|segments_per_episode|(reward_parts|train_reward)/.+"
+            "|truncated_share|segments_per_episode|(reasoning|response|thoughts_closed)_share|(reward_parts|train_reward)/.+"
         ),
         re.compile("(reward_parts|train_reward)/.+(?<!_failed)"),
     ),

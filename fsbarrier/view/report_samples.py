@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fsbarrier.data import images, rank_files
@@ -129,7 +129,7 @@ def _sample(label: str, trajectory: Trajectory, kept_in: Path) -> ShownTrajector
 def _messages(trajectory: Trajectory) -> Sequence[tuple[str, object]]:
     """(role, text) in order. Trajectories written by other programs may lack any field."""
     if messages := trajectory.get("messages"):
-        return [(str(message.get("role", "")), message.get("content")) for message in messages]
+        return [entry for message in messages for entry in _entries(message)]
     prompt = trajectory.get("prompt", "")
     asked = (
         [("prompt", prompt)]
@@ -137,6 +137,12 @@ def _messages(trajectory: Trajectory) -> Sequence[tuple[str, object]]:
         else [(message.get("role", ""), message.get("content")) for message in prompt]
     )
     return [*asked, ("answer", trajectory.get("text", ""))]
+
+
+def _entries(message: Mapping[str, object]) -> list[tuple[str, object]]:
+    """A message as (role, content), after its thoughts if it has any."""
+    role, thoughts = str(message.get("role", "")), message.get("reasoning_content")
+    return [*([(f"{role}, thinking", thoughts)] if thoughts else []), (role, message.get("content"))]
 
 
 def _text_and_images(content: object, kept_in: Path, room: int) -> tuple[str, list[str]]:

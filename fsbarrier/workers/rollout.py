@@ -28,7 +28,7 @@ from fsbarrier.rewards.kinds import open_reward
 from fsbarrier.rollouts.agent_sampler import AgentSampler, within_limits
 from fsbarrier.rollouts.claims import PAUSES, EarlyEnd, Refills
 from fsbarrier.rollouts.counts import Counts, CountsProgress
-from fsbarrier.rollouts.engine_pool import EnginePool, Reservation, servers_of
+from fsbarrier.rollouts.engine_pool import EnginePool, Reservation
 from fsbarrier.rollouts.environment import environments_of
 from fsbarrier.rollouts.group_trajectories import Teacher, failed_group, judged_group
 from fsbarrier.rollouts.pictures import Pictures, placeholders
@@ -56,7 +56,7 @@ class Rollout:
         self.settings, self.spec = settings, spec
         self.rounds = read_rounds(spec.rounds, spec.within_reach)
         most_samples = max(rollout_round.samples for rollout_round in self.rounds)
-        servers = servers_of(spec, settings)
+        servers = spec.servers(settings)
         agent = settings.rollout.agent
         # With an agent, this timeout applies to each episode.
         self.task_timeout_s = None if agent else settings.rollout.task_timeout_s

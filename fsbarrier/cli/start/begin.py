@@ -17,6 +17,8 @@ from fsbarrier.cli.start.policy_export import VersionToExport
 from fsbarrier.data import demo_tasks
 from fsbarrier.doctor import examine, machine
 from fsbarrier.doctor.findings import WARNING
+from fsbarrier.engine import answer_format
+from fsbarrier.engine.answer_format import Parsers
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.loader import load_program
 from fsbarrier.program import Program
@@ -291,6 +293,10 @@ def _inputs(
         model_folder.check_lengths(model, settings)
         blind = model_folder.try_model(model, settings, asked.say)
         model_folder.check_engines(settings, model)
+        if "data" in program.needs and settings.rl_phase != "update" and not asked.request.dry_run:
+            parsers = Parsers(settings.rollout.tool_parser, settings.rollout.reasoning_parser)
+            for line in answer_format.told(model, parsers, agent=settings.rollout.agent is not None):
+                asked.say(line)
     tasks: dict[str, TaskSource] = {}
     if data_path and named and "examples" in program.needs:
         tasks = task_files.read_examples(data_path, named, settings, model=model)

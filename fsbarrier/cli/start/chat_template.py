@@ -14,8 +14,10 @@ from fsbarrier.data import images
 from fsbarrier.data.images import Message
 from fsbarrier.data.messages import for_template
 from fsbarrier.data.tasks import place
+from fsbarrier.engine.answer_format import switches_in
 from fsbarrier.engine.model import object_in, placeholder_ids, template_of
 from fsbarrier.errors import UsageError, first_line
+from fsbarrier.settings.value_types import SWITCHES
 
 if TYPE_CHECKING:
     from fsbarrier.data.examples import Example
@@ -79,6 +81,15 @@ def check(folder: Path, tasks: Iterable[Task], path: Path, arguments: Mapping[st
                 raise UsageError(
                     f"{where}: the chat template of {folder} does not know the role {role!r}; usual are {', '.join(_USUAL)}"
                 )
+
+
+def check_thinking(folder: Path, thinking: str) -> None:
+    """Check that the template can switch thoughts `on` or `off`, if the user wants that. Raises UsageError."""
+    if thinking != "auto" and not switches_in(folder):
+        raise UsageError(
+            f"rollout.thinking={thinking}: the chat template of {folder} has no argument for it ({', '.join(SWITCHES)}); drop it, or "
+            "give the template's own one in rollout.chat_template_kwargs"
+        )
 
 
 def rendered(render: Callable[..., str], task: Task, arguments: Mapping[str, object]) -> str:

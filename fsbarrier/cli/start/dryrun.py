@@ -15,8 +15,8 @@ from typing import Self, TypeVar
 from fsbarrier.cli.start.node_checks import only_shows_runs
 from fsbarrier.context import Context
 from fsbarrier.decisions import JsonRecord, PublishDecision
-from fsbarrier.engine import accelerators, command, model
-from fsbarrier.engine.model import parser_of, recognised
+from fsbarrier.engine import accelerators, answer_format, command, model
+from fsbarrier.engine.answer_format import NO_CHOICE, Parsers
 from fsbarrier.engine.placement import replicas
 from fsbarrier.errors import FsbarrierError, UsageError
 from fsbarrier.loader import load_program
@@ -82,18 +82,11 @@ class DescribingNode(Node):
         elif not folder.is_dir():
             self.lines.append("engine: start vLLM on the model, once the run has created it")
         else:
-            wanted, known = settings.rollout.tool_parser, recognised(folder)
-            parser = parser_of(folder, wanted or known)
-            if settings.rollout.agent:
-                how = (
-                    "rollout.tool_parser"
-                    if wanted
-                    else "by the chat template"
-                    if known
-                    else "the chat template names none"
-                )
-                self.lines.append(f"calls of tools: read by vLLM's parser {parser} ({how})")
-            self.lines.extend(_servers(folder, settings.engine, weights.threads, tool_parser=parser))
+            parsers = Parsers(settings.rollout.tool_parser, settings.rollout.reasoning_parser)
+            agent = settings.rollout.agent is not None
+            self.lines.extend(answer_format.told(folder, parsers, agent=agent))
+            served = answer_format.served_by(folder, parsers)
+            self.lines.extend(_servers(folder, settings.engine, weights.threads, parsers=served))
         return ()
 
     def serve_frozen(self, name: str, *, threads: int, devices: tuple[int, ...] | None) -> None:
@@ -133,7 +126,7 @@ def _servers(
     settings: ServerSettings,
     threads: int,
     name: str = command.SERVED_NAME,
-    tool_parser: str = "",
+    parsers: Parsers = NO_CHOICE,
 ) -> list[str]:
     """The command line of a server on this machine, and how many there are."""
     devices = accelerators.detect()
@@ -148,7 +141,7 @@ def _servers(
         sleeps=False,
         threads=max(1, threads // count),
         served_name=name,
-        tool_parser=tool_parser,
+        parsers=parsers,
     )
     words = command.argv(plan)
     words[words.index("--seed") + 1] = "SEED"

@@ -20,6 +20,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from fsbarrier.engine import accelerators
+from fsbarrier.engine.answer_format import known_parsers
 from fsbarrier.errors import UsageError
 from fsbarrier.processes import guard
 from fsbarrier.processes.supervisor import own_program, with_this_package
@@ -130,10 +131,18 @@ def exposed(settings: Settings) -> str:
 
 def _engine(settings: Settings, environ: Environ) -> None:
     """This node has the accelerators that its servers need. Of an existing server: its URL, and the variable with its key."""
+    from fsbarrier.engine.answer_format import format_of
     from fsbarrier.engine.client import normal_url
     from fsbarrier.engine.placement import check_arguments, placements
 
-    engine = settings.engine
+    engine, rollout = settings.engine, settings.rollout
+    _check_parser("rollout.tool_parser", rollout.tool_parser, "tool_parsers")
+    _check_parser("rollout.reasoning_parser", rollout.reasoning_parser, "reasoning")
+    if rollout.max_thinking_tokens is not None and format_of(None, rollout.reasoning_parser) is None:
+        raise UsageError(
+            f"rollout.max_thinking_tokens={rollout.max_thinking_tokens}: the marks of rollout.reasoning_parser="
+            f"{rollout.reasoning_parser} are not known, so thoughts cannot be closed; drop one of the two"
+        )
     for name, own in settings.engines.items():
         check_arguments(own, f"engines.{name}")
     if settings.manages_engine:
@@ -145,6 +154,14 @@ def _engine(settings: Settings, environ: Environ) -> None:
         raise UsageError(
             f"engine.api_key_env={engine.api_key_env}: this variable is not set on this node; export it"
         )
+
+
+def _check_parser(setting: str, value: str | None, package: str) -> None:
+    """vLLM has a parser of this name, as far as vLLM is installed here."""
+    known = known_parsers(package) if value is not None else []
+    if value is not None and known and value not in known:
+        hint = nearest(value, known) or f"; known are {', '.join(known)}"
+        raise UsageError(f"{setting}={value}: vLLM has no such parser{hint}")
 
 
 def _folders(settings: Settings, environ: Environ) -> None:

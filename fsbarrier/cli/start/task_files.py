@@ -73,6 +73,8 @@ def read_tasks(
     from fsbarrier.rewards.kinds import about_scorers, check_answers
 
     task_sources: dict[str, TaskSource] = {}
+    # An agent makes chat messages of any task.
+    chats = settings.rollout.agent is not None
     for split, file in named.items():
         path = _task_file(data_path, split) if file is None else _named_file(data_path, split, file)
         read = tasks.read_tasks(path)
@@ -86,6 +88,9 @@ def read_tasks(
         if model is not None:
             _check_images(read.tasks.values(), path, model, settings, blind)
             arguments = settings.rollout.template_arguments
+            if any(not isinstance(task.prompt, str) for task in read.tasks.values()):
+                chats = True
+                chat_template.check_thinking(model, settings.rollout.thinking)
             chat_template.check(model, read.tasks.values(), path, arguments)
             # An agent makes its own prompts, and a server of the user's has its own limit.
             if settings.rollout.agent is None and settings.engine.url is None:
@@ -99,6 +104,10 @@ def read_tasks(
             task_sources[split]["picked"] = [index for index, task in read.tasks.items() if fits(task)]
             if not task_sources[split]["picked"]:
                 raise UsageError(f"{_setting(split)}.where={where}: fits no task of {path}")
+    if model is not None and not chats and settings.rollout.thinking != "auto":
+        raise UsageError(
+            f"rollout.thinking={settings.rollout.thinking}: all tasks are texts, to which no chat template is applied; drop it"
+        )
     _check_sets(settings, task_sources)
     return task_sources
 
@@ -134,6 +143,8 @@ def read_examples(
         count, examples = example_files.read_examples(path)
         task_sources[split] = _source(path, count)
         if model is not None:
+            if any(not example.plain for example in examples.values()):
+                chat_template.check_thinking(model, settings.rollout.thinking)
             chat_template.check_examples(
                 model,
                 examples.values(),
