@@ -56,6 +56,8 @@ class Launch:
     #: The program inherits the sockets of the last `Node.listen`; $FSBARRIER_LISTENING names their descriptors, separated by commas. Any
     #: other program finds their port free.
     listens: bool = False
+    #: The program's processes have a loopback of their own and no other network, where the host allows that; not with `listens`.
+    private_network: bool = False
     #: the processes stay afterwards; None: they end with the job
     resident: Resident | None = None
     #: the node's accelerators that the program sees, by number; None: all

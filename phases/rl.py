@@ -459,7 +459,13 @@ def learned_from(ctx: Context) -> list[Path]:
 
 
 def open_rendezvous(node: Node) -> Port:
-    return node.listen(meeting_addresses(node.context))
+    """A port on which the others test this node's addresses; 0: the processes of one node choose one among themselves."""
+    return 0 if meets_within_a_node(node.context) else node.listen(meeting_addresses(node.context))
+
+
+def meets_within_a_node(ctx: Context) -> bool:
+    """Whether all processes of the update are one node's, and the built-in trainer's."""
+    return len(ctx.trainers) == 1 and not ctx.settings.trainer.command
 
 
 def meeting_at(ctx: Context) -> int:
@@ -547,7 +553,7 @@ def train(node: Node, rendezvous: RendezvousDecision) -> None:
     number, devices, address = order.index(ctx.node_rank), ctx.trainers[ctx.node_rank], rendezvous.master_addr
     env = {} if devices else {"OMP_NUM_THREADS": str(ctx.threads)}
     if address == "127.0.0.1":
-        env["GLOO_SOCKET_IFNAME"] = "lo"
+        env |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     trainer = ctx.settings.trainer
     if trainer.command:
         values = {
@@ -574,7 +580,9 @@ def train(node: Node, rendezvous: RendezvousDecision) -> None:
         *("-m", "fsbarrier.workers.update"),
         resident=Resident(TRAINER, processes, rendezvous.trainer) if keeps else None,
     )
-    report = node.run(spec, replace(launch, env=env, listens=leads, devices=devices))
+    within = meets_within_a_node(ctx)
+    launch = replace(launch, env=env, listens=leads and not within, devices=devices)
+    report = node.run(spec, replace(launch, private_network=within and trainer.private_network))
     if leads:
         node.event("updated", rendezvous.makes, report, report.metrics)
 

@@ -182,7 +182,11 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "trainer.shard=all trainer.offload=all",
         "trainer.offload=optimizer trainer.freeze=none",
     ),
-    "kept": ("trainer.keep=auto", "trainer.keep=process", "trainer.keep=nothing"),
+    "kept": (
+        "trainer.keep=auto trainer.private_network=false",
+        "trainer.keep=process",
+        "trainer.keep=nothing",
+    ),
     "replay": (
         "update.recency=1",
         "update.recency=2",
@@ -227,6 +231,7 @@ ELSEWHERE = {
     "trainer.backend=deepspeed": "test_update_processes.py",
     "trainer.zero_stage": "test_update_processes.py",
     "trainer.command": "test_complete_runs.py",
+    "trainer.private_network=true": "what all runs have that do not give it",
     "engine.api_key_env=none": "the table's server of a user has a key",
     "engine.url=none": "what all runs have that do not give one",
     "algorithm.distil_reward": "only with a teacher (test_teachers.py)",

@@ -12,13 +12,14 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
 import pytest
 from other_user import needs_root, start_as_other
-from waiting import until
+from waiting import DEADLINE_S, until
 
 from fsbarrier.cli.start import node_checks
 from fsbarrier.cli.start.node_checks import private_network_problem
@@ -26,9 +27,10 @@ from fsbarrier.context import Span
 from fsbarrier.engine import span as spans
 from fsbarrier.engine.frozen import FrozenEngine
 from fsbarrier.engine.span import HeadListener
+from fsbarrier.loader import load_program
 from fsbarrier.network import listening
 from fsbarrier.network.listening import LOOPBACK, listen
-from fsbarrier.processes.supervisor import Child
+from fsbarrier.processes.supervisor import Child, own_program, with_this_package
 from fsbarrier.rollouts.environment import Environment
 from fsbarrier.settings.resolve import resolve
 from fsbarrier.settings.sections import EnvironmentSettings
@@ -294,14 +296,112 @@ def test_other_users_reach_no_program_with_a_network_of_its_own(tmp_path: Path) 
     assert child.wait(60.0) == 0
 
 
-def test_a_start_says_once_that_others_can_run_code_where_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = resolve([], {"engine.tensor_parallel_size": 2, "model": "m"}, cross_checks=False)
-    off = {"engine.tensor_parallel_size": 2, "engine.private_network": False, "model": "m"}
+# One process of an update: says where it and its torchrun listen, and goes on when it is told to.
+TRAINS = """
+import os, pathlib, sys
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+if dist.get_rank() == 0:
+    rows = [row.split() for row in pathlib.Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+    mine = {os.readlink(f"/proc/{pid}/fd/{fd}") for pid in (os.getpid(), os.getppid()) for fd in os.listdir(f"/proc/{pid}/fd")
+            if os.path.lexists(f"/proc/{pid}/fd/{fd}")}
+    ports = [int(row[1].split(":")[1], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine]
+    path = pathlib.Path(sys.argv[1])
+    path.with_suffix(".new").write_text(" ".join(map(str, [int(total), *ports])))
+    path.with_suffix(".new").rename(path)
+    open(sys.argv[2]).close()
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@needs_root
+@pytest.mark.torch
+def test_other_users_reach_no_process_of_an_update_on_one_node(tmp_path: Path) -> None:
+    """torchrun's store asks for no key, and whoever connects to gloo first is taken for another process of the update."""
+    if why := private_network_problem():
+        pytest.skip(f"this machine gives programs no network of their own: {why}")
+    script, go_on = tmp_path / "trains.py", tmp_path / "go-on"
+    script.write_text(TRAINS)
+    os.mkfifo(go_on)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    for private, expected in ((False, "let in\n"), (True, "refused\n")):
+        told = tmp_path / f"ports-{private}"
+        argv = own_program(
+            "fsbarrier.workers.torchrun", "--nnodes", "1", "--node-rank", "0", "--nproc-per-node"
+        )
+        argv += ["2", "--master-addr", "127.0.0.1", "--master-port", "0", str(script), str(told), str(go_on)]
+        child = Child.start(
+            argv,
+            env=with_this_package(env),
+            log_file=tmp_path / "log",
+            name="update",
+            private_network=private,
+        )
+        until(told.exists, lambda: (tmp_path / "log").read_text(), lives=partial(alive, child))
+        processes, *ports = told.read_text().split()
+        assert processes == "2" and len(ports) > 1
+        for port in ports:
+            assert start_as_other(CONNECT, port).communicate()[0] == expected
+        go_on.open("w").close()
+        assert child.wait(DEADLINE_S) == 0
+
+
+def alive(child: Child) -> bool:
+    return child.poll() is None
+
+
+ENGINES = "other users of this host can run code in this run: its engines "
+UPDATES = "other users of this host can falsify its updates: they "
+TRUST = "(%s.private_network=false says that you trust these users)"
+FORBIDDEN = "get no network of their own (Operation not permitted) "
+
+
+@pytest.mark.parametrize(
+    ("chosen", "why", "expected"),
+    [
+        ({}, "", ""),
+        ({}, "Operation not permitted", UPDATES + FORBIDDEN + TRUST % "trainer"),
+        ({"num_nodes": 2}, "", UPDATES + "span nodes " + TRUST % "trainer"),
+        ({"num_nodes": 2, "trainer.private_network": False}, "Operation not permitted", ""),
+        ({"rl_phase": "rollout"}, "Operation not permitted", ""),
+        ({"trainer.command": "mine"}, "Operation not permitted", ""),
+        (
+            {"engine.tensor_parallel_size": 2, "trainer.private_network": False},
+            "Operation not permitted",
+            ENGINES + FORBIDDEN + TRUST % "engine",
+        ),
+        ({"engine.tensor_parallel_size": 2}, "", ""),
+        (
+            {"engine.tensor_parallel_size": 2, "engine.nodes": 2, "num_nodes": 2},
+            "",
+            f"{ENGINES}span nodes {TRUST % 'engine'}; {UPDATES}span nodes {TRUST % 'trainer'}",
+        ),
+        (
+            {
+                "engine.tensor_parallel_size": 2,
+                "engine.private_network": False,
+                "trainer.private_network": False,
+            },
+            "Operation not permitted",
+            "",
+        ),
+    ],
+)
+def test_a_start_says_once_what_other_users_of_the_host_can_do(
+    chosen: dict[str, object], why: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = resolve([], {"model": "m", **chosen}, cross_checks=False)
+    program = load_program("rl")
+    monkeypatch.setattr(node_checks, "private_network_problem", lambda: why)
     monkeypatch.setattr(node_checks, "others_may_be_here", lambda: True)
+from fsbarrier.loader import load_program
     monkeypatch.setattr(node_checks, "private_network_problem", lambda: "Operation not permitted")
     said = node_checks.exposed(settings)
     assert "other users of this host can run code in this run" in said and "(Operation not permitted)" in said
     assert node_checks.exposed(resolve([], off, cross_checks=False)) == ""
     assert node_checks.exposed(resolve([], {"model": "m"}, cross_checks=False)) == ""
     monkeypatch.setattr(node_checks, "others_may_be_here", lambda: False)
-    assert node_checks.exposed(settings) == ""
+    assert node_checks.exposed(settings, program) == ""

@@ -202,27 +202,34 @@ def become_main(guard: int, numbers: Iterable[int]) -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
+def unshare(namespaces: int) -> None:
+    import ctypes
+
+    if ctypes.CDLL(None, use_errno=True).unshare(ctypes.c_int(namespaces)):
+        raise OSError(ctypes.get_errno(), "unshare failed")
+
+
 def enter_private_network() -> None:
     """From now on this process, which must have one thread, and its children have a loopback of their own and no other network.
 
-    Root is not needed, because the user namespace is new as well; whoever this process was, it stays. Raises OSError where the kernel or
-    a container does not allow that.
+    Who may not make one gets a new user namespace as well, in which it stays the same user. Root keeps its own, because in a new one it
+    could not read other users' files. Raises OSError where the kernel or a container does not allow it.
     """
-    import ctypes
     import fcntl
     import socket
     import struct
 
-    ids = {"uid_map": os.geteuid(), "gid_map": os.getegid()}
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.unshare(ctypes.c_int(CLONE_NEWUSER | CLONE_NEWNET)):
-        raise OSError(ctypes.get_errno(), "unshare failed")
-    for name, text in (("setgroups", "deny"), *((name, f"{own} {own} 1") for name, own in ids.items())):
-        fd = os.open(f"/proc/self/{name}", os.O_WRONLY)
-        try:
-            os.write(fd, text.encode())
-        finally:
-            os.close(fd)
+    try:
+        unshare(CLONE_NEWNET)
+    except OSError:
+        ids = {"uid_map": os.geteuid(), "gid_map": os.getegid()}
+        unshare(CLONE_NEWUSER | CLONE_NEWNET)
+        for name, text in (("setgroups", "deny"), *((name, f"{own} {own} 1") for name, own in ids.items())):
+            fd = os.open(f"/proc/self/{name}", os.O_WRONLY)
+            try:
+                os.write(fd, text.encode())
+            finally:
+                os.close(fd)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         fcntl.ioctl(control, SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", IFF_UP))
 

@@ -51,11 +51,19 @@ class KeptProgram:
         log_file: Path,
         name: str,
         pass_fds: Sequence[int] = (),
+        private_network: bool = False,
     ) -> None:
         """Start the program with its first job. Raises the errors of Child.start."""
         env = {**env, JOBS: str(self._path)}
         try:
-            self.child = Child.start(argv, env=env, log_file=log_file, name=name, pass_fds=pass_fds)
+            self.child = Child.start(
+                argv,
+                env=env,
+                log_file=log_file,
+                name=name,
+                pass_fds=pass_fds,
+                private_network=private_network,
+            )
         except BaseException:
             self._listener.close()
             raise

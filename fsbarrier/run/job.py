@@ -80,9 +80,12 @@ class Surroundings:
         log_file: Path,
         name: str,
         pass_fds: Sequence[int] = (),
+        private_network: bool = False,
     ) -> Child:
         """Start a program. Raises the errors of Child.start."""
-        return Child.start(argv, env=env, log_file=log_file, name=name, pass_fds=pass_fds)
+        return Child.start(
+            argv, env=env, log_file=log_file, name=name, pass_fds=pass_fds, private_network=private_network
+        )
 
     def keep(self, name: str, processes: int, path: Path) -> KeptProgram:
         """Make a program whose processes stay between jobs, without starting it. Raises OSError."""

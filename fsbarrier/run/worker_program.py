@@ -144,7 +144,14 @@ class ProgramRun:
             env[LISTENING] = ",".join(map(str, listening))
         log_file, name = workplace.log_dir / launch.log, self.context.phase.name
         if launch.resident is None:
-            return workplace.host.start(argv, env=env, log_file=log_file, name=name, pass_fds=listening)
+            return workplace.host.start(
+                argv,
+                env=env,
+                log_file=log_file,
+                name=name,
+                pass_fds=listening,
+                private_network=launch.private_network,
+            )
         return self._give_to_resident(launch.resident, spec, argv, env, listening)
 
     def _give_to_resident(
@@ -180,7 +187,12 @@ class ProgramRun:
         if name == HELPER:
             argv = own_program("fsbarrier.workers.helper", "--spec", str(spec))
         kept.start(
-            argv, env=env, log_file=workplace.log_dir / self.launch.log, name=shown_name, pass_fds=pass_fds
+            argv,
+            env=env,
+            log_file=workplace.log_dir / self.launch.log,
+            name=shown_name,
+            pass_fds=pass_fds,
+            private_network=self.launch.private_network,
         )
         workplace.residents[name] = kept
         return kept

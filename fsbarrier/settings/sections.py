@@ -398,6 +398,9 @@ class TrainerSettings(Section):
     profile: EachSession[Count | None] = None
     #: The training process that is profiled; they are numbered over all nodes.
     profile_rank: EachSession[CountOrZero] = 0
+    #: If one node trains, give the built-in trainer's processes a network of their own, which other users of the host do not reach. false:
+    #: for a loss of your own that needs the network, or if you trust these users.
+    private_network: bool = True
     #: Your own trainer: a command line, or a list of words, with the placeholders {node_rank} {num_nodes} {master_addr} {master_port}
     #: {batch} {out} {model} {trainer_state} {spec}; none: the built-in one.
     command: CommandLine | None = None

@@ -13,7 +13,7 @@ from torch.distributed import Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo, static_tcp_rendezvous
 from torch.distributed.run import main
 
-from fsbarrier.network.listening import LISTENING, listen, take
+from fsbarrier.network.listening import LISTENING, listen, port_of, take
 
 
 class OneAddress(static_tcp_rendezvous.StaticTCPRendezvous):
@@ -30,6 +30,8 @@ class OneAddress(static_tcp_rendezvous.StaticTCPRendezvous):
                     f"{self.master_addr} is not an address of this host, so the store listens on all addresses",
                     flush=True,
                 )
+            # 0: the processes of one node meet on any free port.
+            self.master_port = port_of(chosen)
             self._store = TCPStore(
                 self.master_addr,
                 self.master_port,

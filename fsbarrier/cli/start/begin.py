@@ -142,7 +142,7 @@ class _Asked:
     def check_this_node(self, settings: Settings, program: Program) -> None:
         """Checks what this node has, and says once who else could run code in the run. Raises UsageError."""
         check_node(settings, program, self.request.environ, dry_run=self.request.dry_run)
-        if line := exposed(settings):
+        if line := exposed(settings, program):
             self.say(line)
 
     def check_rank(self, rank: ranks.Choice | None, num_nodes: int) -> None:

@@ -114,15 +114,23 @@ def _check_accelerators(settings: Settings) -> None:
         raise UsageError(f"--expect-gpus {expected}: this node has {counted(count, 'accelerator')}")
 
 
-def exposed(settings: Settings) -> str:
-    """One line if other users of this host could run code in the engines of this node; else ""."""
-    engines = [*([settings.engine] if settings.manages_engine else []), *settings.engines.values()]
-    private = any(engine.private_network and engine.tensor_parallel_size > 1 for engine in engines)
-    if not private or not others_may_be_here() or not (why := private_network_problem()):
+def exposed(settings: Settings, program: Program) -> str:
+    """One line that says what other users of this host could do in this run, and why; "" if nothing, or if there are none."""
+    if not others_may_be_here():
         return ""
-    return (
-        f"other users of this host can run code in this run: its engines with tensor_parallel_size > 1 get no network of their own "
-        f"({why}); engine.private_network=false says that you trust these users"
+    why, trainer = private_network_problem(), settings.trainer
+    engines = [*([settings.engine] if settings.manages_engine else []), *settings.engines.values()]
+    parallel = any(engine.private_network and engine.tensor_parallel_size > 1 for engine in engines)
+    trains = settings.rl_phase != "rollout" and "model" in program.needs and not trainer.command
+    cases = (
+        ("run code in this run: its engines", "engine", parallel, settings.engine.nodes > 1),
+        ("falsify its updates: they", "trainer", trains and trainer.private_network, settings.num_nodes > 1),
+    )
+    return "; ".join(
+        f"other users of this host can {what} {'span nodes' if spans else f'get no network of their own ({why})'} "
+        f"({part}.private_network=false says that you trust these users)"
+        for what, part, concerns, spans in cases
+        if concerns and (spans or why)
     )
 
 

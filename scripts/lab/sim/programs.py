@@ -103,6 +103,7 @@ class SimProgram:
         log_file: Path,
         name: str,
         pass_fds: Sequence[int] = (),
+        private_network: bool = False,
     ) -> None:
         self._argv, self.log_file = argv, log_file
         self.give(Path(argv[argv.index("--spec") + 1]))

@@ -197,6 +197,7 @@ class SimHost(ProgramHost, Surroundings):
         log_file: Path,
         name: str,
         pass_fds: Sequence[int] = (),
+        private_network: bool = False,
     ) -> Child:
         program = self._program()
         program.start(argv, env=env, log_file=log_file, name=name, pass_fds=pass_fds)
