@@ -233,7 +233,7 @@ def test_whoever_takes_the_port_of_an_environment_gets_no_episode(health: str | 
     script.write_text(SERVER)
     thief = start_as_other(THIEF, script, folder / "taken")
     settings = EnvironmentSettings(
-        command=f"{sys.executable} {script} {{port}} {folder}", health=health, restarts=2
+        command=f"{sys.executable} {script} {{port}} {folder}", health=health, restarts=0
     )
 
     async def use() -> tuple[str, list[str]]:

@@ -69,6 +69,8 @@ class Server:
 
     log_file: Path
     url: str = ""
+    #: another user listened on its port before it did
+    lost_port: bool = False
     sessions: set[Session] = field(default_factory=set)
 
 
@@ -184,8 +186,14 @@ class Environment:
             await asyncio.sleep(quota.pause_s)
 
     async def _keep(self, server: Server) -> None:
-        """Run a server, and restart it when it ends."""
+        """Run a server, and restart it when it ends.
+
+        A server whose port another user took first is started on another port, as often as it takes within `start_timeout_s`. Only then
+        does that count as a restart, because otherwise whoever can read a command line could end the run.
+        """
+        begin = time.monotonic()
         while not self._failed:
+            server.lost_port = False
             try:
                 how, lines = await self._serve(server)
             except ProgramFailed as error:
@@ -196,6 +204,9 @@ class Environment:
                 {"event": "environment_ended", "environment": self.table, "why": how, "log": lines}
             )
             print(f"the {self.called} {how} ({server.log_file})", file=sys.stderr)
+            if server.lost_port and time.monotonic() - begin < self.settings.start_timeout_s:
+                continue
+            begin = time.monotonic()
             if not self._restarts_left:
                 # This must be one line, because the last line of a program's output is its error message.
                 self._failed = ": ".join((f"the {self.called} {how} ({server.log_file})", *lines[-1:]))
@@ -229,6 +240,7 @@ class Environment:
                 answers = await self._answers(port)
                 # Other users can read the port from the command line and listen on it first.
                 if others := owners_of_port(port) - {0, os.geteuid()}:
+                    server.lost_port = True
                     return f"did not get its port: {user_name(min(others))} listens on it"
                 if answers:
                     server.url = f"http://127.0.0.1:{port}"
