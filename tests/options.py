@@ -281,6 +281,10 @@ ELSEWHERE = {
     ),
     "engines.NAME.model=none": "is refused (test_frozen.py)",
     "engines.NAME.placement=none": "what engines have that do not give one",
+    **dict.fromkeys(
+        ("code.timeout_s", "code.memory_mb", "code.partial=true", "code.partial=false"),
+        "test_code_reward.py: the table's tasks have no tests",
+    ),
     "judge.images=none": "what all runs have that do not give one",
     "judge.images=all": "test_rewards.py",
     "judge.url=none": "what all runs have that do not give one",

@@ -89,7 +89,7 @@ def test_verl_chooses_by_data_source(tmp_path: Path) -> None:
 
     assert asyncio.run(scores()) == [[1.0, 0.0, 0.0], [1.0, 0.0]]
     for row, says in (
-        ({"data_source": "codecontests", "answer": "1"}, r"data_source=codecontests has no scorer here; the known ones are openai/gsm8k, "),
+        ({"data_source": "searchR1_nq", "answer": "1"}, r"data_source=searchR1_nq has no scorer here; the known ones are openai/gsm8k, "),
         ({"answer": "2"}, "has no data_source"),
         ({"data_source": "aime2024", "reward_model": {"style": "model", "ground_truth": "3"}}, "style=model is scored by a model"),
         ({"data_source": "openai/gsm8k", "answer": "none"}, "needs an answer with a number"),
@@ -275,7 +275,7 @@ def test_what_cannot_be_loaded_is_one_line(tmp_path: Path, file: Path) -> None:
     broken.write_text("import nothing_of_this_name\n")
     (tmp_path / "open.py").write_text("def f(\n")
     for kind, message in (
-        ("exakt", "must be exact, numeric, math, verl, judge, engines.NAME or path/file.py:function"),
+        ("exakt", "must be exact, numeric, math, code, verl, judge, engines.NAME or path/file.py:function"),
         (f"{tmp_path}/none.py:f", "no such file"),
         (f"{file}:missing", "does not define missing"),
         (f"{broken}:f", "cannot load .*: ModuleNotFoundError"),

@@ -62,6 +62,10 @@ def load_function(kind: str) -> Function:
         from fsbarrier.rewards.math_verify import math
 
         return math
+    if kind == "code":
+        from fsbarrier.rewards.code import usable
+
+        return usable()
     function = load_named("reward.kind", kind)
     if not callable(function):
         raise UsageError(f"reward.kind={kind}: {kind.rpartition(':')[2]} is not a function")
@@ -98,6 +102,8 @@ def _answers(kind: str, function: Function, hello: dict[str, Any]) -> AnswerTo:
         more["judge"] = open_judge(kind, settings, hello["timeout_s"], engines)
     if asks(function, "engines"):
         more["engines"] = engines
+    if hello["options"]:
+        more["options"] = hello["options"]
     call = partial(_call, function, more)
     if inspect.iscoroutinefunction(function):
         return partial(_answer_in_time, function, call, hello["limit_s"])

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsbarrier.data.tasks import Task, task_error
 from fsbarrier.errors import UsageError
-from fsbarrier.rewards import verl
+from fsbarrier.rewards import code_sandbox, code_tests, verl
 from fsbarrier.rewards.matching import MatchReward, exact, numeric, unusable
 from fsbarrier.rewards.score import AddedRewards, Reward
 from fsbarrier.rewards.user_function import FunctionReward
 from fsbarrier.rewards.verl import VerlReward
-from fsbarrier.settings.sections import RewardSettings
+from fsbarrier.settings.sections import CodeSettings, RewardSettings
 from fsbarrier.settings.sources import nearest
 from fsbarrier.settings.value_types import ENGINE, reward_kinds
 
@@ -27,10 +28,14 @@ if TYPE_CHECKING:
     from fsbarrier.settings.sections import JudgeSettings
     from fsbarrier.specs import EngineAddress
 
-#: rewards that compare with the task's answer, and therefore require one
-KINDS = ("exact", "numeric", "math", "verl")
+#: rewards that compare with the task's answer or run its tests, and therefore require them
+KINDS = ("exact", "numeric", "math", "code", "verl")
 #: maximum number of processes of math-verify
 MATH_PROCESSES = 4
+#: maximum number of programs of answers that run at a time
+CODE_PROCESSES = 16
+#: how much later than `reward.timeout_s` a call of `code` may end, which keeps that time itself and gives no error for it
+CODE_GRACE_S = 30.0
 
 
 def open_reward(
@@ -40,6 +45,7 @@ def open_reward(
     timeout_s: float | None = None,
     judge: JudgeSettings | None = None,
     engines: Mapping[str, EngineAddress] | None = None,
+    code: CodeSettings | None = None,
 ) -> Reward:
     """The reward for `reward.kind` and `reward.weights`. `timeout_s=None`: the setting's default. `engines`: the frozen ones.
 
@@ -48,15 +54,21 @@ def open_reward(
     """
     if timeout_s is None:
         timeout_s = RewardSettings().timeout_s
-    opened = [_open_one(kind, timeout_s, judge, engines or {}) for kind in reward_kinds(kinds)]
+    code = code or CodeSettings()
+    opened = [_open_one(kind, timeout_s, judge, engines or {}, code) for kind in reward_kinds(kinds)]
     if len(opened) == 1 and not weights:
         return opened[0]
     return AddedRewards([*zip(weights or [1.0] * len(opened), opened, strict=True)])
 
 
 def _open_one(
-    kind: str, timeout_s: float, judge: JudgeSettings | None, engines: Mapping[str, EngineAddress]
+    kind: str,
+    timeout_s: float,
+    judge: JudgeSettings | None,
+    engines: Mapping[str, EngineAddress],
+    code: CodeSettings,
 ) -> Reward:
+    cores = len(os.sched_getaffinity(0))
     match kind:
         case "exact":
             return MatchReward(kind, exact)
@@ -64,10 +76,17 @@ def _open_one(
             return MatchReward(kind, numeric)
         case "math":
             # It computes, and waits for nothing.
-            processes = max(1, min(MATH_PROCESSES, len(os.sched_getaffinity(0))))
-            return FunctionReward(kind, timeout_s, processes=processes)
+            return FunctionReward(kind, timeout_s, processes=min(MATH_PROCESSES, cores))
+        case "code":
+            options = {**code.as_json(), "within_s": timeout_s}
+            return FunctionReward(
+                kind, timeout_s + CODE_GRACE_S, processes=min(CODE_PROCESSES, cores), options=options
+            )
         case "verl":
-            return VerlReward(_open_one("math", timeout_s, judge, engines))
+            # verl counts passed tests.
+            share = replace(code, partial=True)
+            math, programs = (_open_one(one, timeout_s, judge, engines, share) for one in ("math", "code"))
+            return VerlReward(math, programs)
         case "judge":
             # Imported late: only a judge needs httpx, which the checks before a run do not load.
             from fsbarrier.rewards.judge import JudgeReward, open_judge
@@ -91,16 +110,30 @@ def check_answers(kinds: str, tasks: Iterable[Task], path: Path, *, agent: bool 
     may be tasks without an answer."""
     compared = [kind for kind in reward_kinds(kinds) if kind in KINDS]
     for kind, task in product(compared, tasks):
-        problem = verl.problem_of(task) if kind == "verl" else unusable(kind, task.answer)
+        problem = problem_of(kind, task)
         if problem is not None and not (agent and task.answer is None):
             fields = ", ".join(["prompt", *task.metadata])
             raise task_error(path, task.index, f"{problem} (its fields: {fields})")
 
 
+def problem_of(kind: str, task: Task) -> str | None:
+    """Why one of KINDS cannot score a task."""
+    match kind:
+        case "verl":
+            return verl.problem_of(task)
+        case "code":
+            return code_tests.problem_of(task.answer, task.metadata)
+    return unusable(kind, task.answer)
+
+
 def about_scorers(kinds: str, tasks: Collection[Task], path: Path) -> str:
     """What the start says of `reward.kind=verl`: which scorers it chose, or that these tasks are made for it; "" if nothing."""
     if "verl" in reward_kinds(kinds):
-        return f"reward.kind=verl, {path.name}: {verl.chosen(tasks)}"
+        programs = any(verl.scorer_of(task) == "code" for task in tasks)
+        lacks = (
+            f"; programs run without a sandbox: {why}" if programs and (why := code_sandbox.missing()) else ""
+        )
+        return f"reward.kind=verl, {path.name}: {verl.chosen(tasks)}{lacks}"
     if kinds == RewardSettings().kind and all(map(verl.scorer_of, tasks)):
         return (
             f"{path.name} has verl's data sources, and reward.kind={kinds} gives 1 only to an answer that is nothing but the reference "

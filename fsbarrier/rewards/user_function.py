@@ -39,10 +39,12 @@ class FunctionReward(Reward):
         judge: JudgeSettings | None = None,
         engines: Mapping[str, EngineAddress] | None = None,
         processes: int = PROCESSES,
+        options: Mapping[str, object] | None = None,
     ) -> None:
+        """`options`: an argument of the functions of this package that have settings of their own."""
         self.kind, self.name = kind, kind.rpartition(":")[2]
         self.timeout_s, self.processes = timeout_s, processes
-        self._judge, self._engines = judge, engines or {}
+        self._judge, self._engines, self._options = judge, engines or {}, options
         self._calls = CallPool("fsbarrier.workers.reward", kind)
         self._about: dict[str, Any] | None = None
         self._turn: asyncio.Semaphore | nullcontext[None] = nullcontext()
@@ -75,6 +77,7 @@ class FunctionReward(Reward):
             "limit_s": self._limit_s,
             "judge": self._judge if "judge" in about["asks"] else None,
             "engines": self._engines,
+            "options": self._options,
         }
         self._calls.begin(hello, together=about["together"])
         self._about = about

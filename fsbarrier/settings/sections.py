@@ -222,14 +222,26 @@ class EvalSettings(Section):
 class RewardSettings(Section):
     """How trajectories are scored."""
 
-    #: `exact` match, `numeric` match, `math` (math-verify, LaTeX), `verl` (chosen by each task's `data_source`), `judge` (a language
-    #: model), `engines.NAME` (a reward model with a classifier head), or your own `path/file.py:function`. A comma-separated list adds
-    #: up several rewards.
+    #: `exact` match, `numeric` match, `math` (math-verify, LaTeX), `code` (the task's tests), `verl` (chosen by each task's
+    #: `data_source`), `judge` (a language model), `engines.NAME` (a reward model with a classifier head), or your own
+    #: `path/file.py:function`. A comma-separated list adds up several rewards.
     kind: Name = "exact"
     #: One weight for each reward in `reward.kind`; may be negative. Default: 1 each.
     weights: Numbers = ()
     #: Timeout of one call of the reward, or of one request to its judge, in seconds.
     timeout_s: EachSession[Seconds] = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class CodeSettings(Section):
+    """How the programs of answers are tested (`reward.kind=code`). All tests of an answer together may take `reward.timeout_s`."""
+
+    #: Time that a program may compute in one test, in seconds; it may wait three times as long.
+    timeout_s: EachSession[Seconds] = 6.0
+    #: Memory that it may use, in MiB.
+    memory_mb: EachSession[Count] = 1024
+    #: The reward is the share of passed tests; false: 1 if all pass, else 0.
+    partial: EachSession[bool] = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -632,6 +644,7 @@ class Settings(Section):
     environment: EnvironmentSettings = EnvironmentSettings()
     eval: EvalSettings = EvalSettings()
     reward: RewardSettings = RewardSettings()
+    code: CodeSettings = CodeSettings()
     judge: JudgeSettings = JudgeSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
     critic: CriticSettings = CriticSettings()

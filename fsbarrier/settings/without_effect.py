@@ -15,6 +15,7 @@ from functools import cache, partial
 from fsbarrier.settings.losses import BOUNDS, LOSSES
 from fsbarrier.settings.sections import Settings
 from fsbarrier.settings.sources import ChosenValue
+from fsbarrier.settings.value_types import reward_kinds
 
 #: dotted name -> the setting with its value, as the user wrote it
 AsChosen = Callable[[str], str]
@@ -44,6 +45,12 @@ def _has_advantages(s: Settings) -> bool:
 
 ENVIRONMENT = ("health", "start_timeout_s", "sessions", "sessions_per_server", "replicas", "restarts")
 RULES = (
+    Idle(
+        ("code.timeout_s", "code.memory_mb", "code.partial"),
+        lambda s: not {"code", "verl"}.isdisjoint(reward_kinds(s.reward.kind)),
+        "is for reward.kind=code (this run: {})",
+        "reward.kind",
+    ),
     Idle(
         ("critic.model", "critic.lr", "critic.warmup", "critic.clip", "algorithm.gamma", "algorithm.lam"),
         lambda s: s.algorithm.has_critic,

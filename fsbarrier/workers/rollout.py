@@ -75,6 +75,7 @@ class Rollout:
             timeout_s=settings.reward.timeout_s,
             judge=settings.judge,
             engines=spec.engines,
+            code=settings.code,
         )
         teaches = settings.algorithm.loss == "distil" and spec.split == "train"
         self.teachers = [Teacher(spec.engines[TEACHER])] if teaches else []

@@ -115,6 +115,8 @@ async def _rewards(tasks: Sequence[Task], settings: Settings) -> list[str]:
     own = settings.reward
     if "judge" in reward_kinds(own.kind) or scoring_engines(own.kind):
         return [f"reward.kind={own.kind}: not tried, as it asks a model"]
+    if "code" in reward_kinds(own.kind):
+        return [f"reward.kind={own.kind}: not tried, as the tasks have tests and no programs"]
     known = [task for task in tasks if task.answer is not None]
     if not known:
         return [f"reward.kind={own.kind}: not tried, as the first tasks have no answer"]

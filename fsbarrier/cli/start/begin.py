@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fsbarrier.cli.start import model_folder, policy_export, preflight, ranks, task_files
-from fsbarrier.cli.start.node_checks import check_node, check_used, exposed
+from fsbarrier.cli.start.node_checks import check_node, check_used, exposed, unconfined
 from fsbarrier.cli.start.policy_export import VersionToExport
 from fsbarrier.data import demo_tasks
 from fsbarrier.doctor import examine, machine
@@ -142,7 +142,7 @@ class _Asked:
     def check_this_node(self, settings: Settings, program: Program) -> None:
         """Checks what this node has, and says once who else could run code in the run. Raises UsageError."""
         check_node(settings, program, self.request.environ, dry_run=self.request.dry_run)
-        if line := exposed(settings, program):
+        for line in filter(None, (exposed(settings, program), unconfined(settings))):
             self.say(line)
 
     def check_rank(self, rank: ranks.Choice | None, num_nodes: int) -> None:

@@ -134,6 +134,19 @@ def exposed(settings: Settings, program: Program) -> str:
     )
 
 
+def unconfined(settings: Settings) -> str:
+    """One line if programs of answers run here without a sandbox; else ""."""
+    # Imported late, as the rewards are by the other checks.
+    from fsbarrier.rewards import code_sandbox
+
+    if "code" not in reward_kinds(settings.reward.kind) or not (why := code_sandbox.missing()):
+        return ""
+    return (
+        f"reward.kind=code: the answers' programs have limits of time, memory and output, no network and no processes, but no sandbox, so "
+        f"that they can read and write what you can: {why}"
+    )
+
+
 # --- the checks -------------------------------------------------------------------------------------------------------------
 
 
