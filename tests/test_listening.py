@@ -397,11 +397,6 @@ def test_a_start_says_once_what_other_users_of_the_host_can_do(
     program = load_program("rl")
     monkeypatch.setattr(node_checks, "private_network_problem", lambda: why)
     monkeypatch.setattr(node_checks, "others_may_be_here", lambda: True)
-from fsbarrier.loader import load_program
-    monkeypatch.setattr(node_checks, "private_network_problem", lambda: "Operation not permitted")
-    said = node_checks.exposed(settings)
-    assert "other users of this host can run code in this run" in said and "(Operation not permitted)" in said
-    assert node_checks.exposed(resolve([], off, cross_checks=False)) == ""
-    assert node_checks.exposed(resolve([], {"model": "m"}, cross_checks=False)) == ""
+    assert node_checks.exposed(settings, program) == expected
     monkeypatch.setattr(node_checks, "others_may_be_here", lambda: False)
     assert node_checks.exposed(settings, program) == ""
