@@ -637,6 +637,12 @@ TEMPLATE = "{% for m in messages %}{% if m.role == 'user' %}<u>{{ m.content }}{%
             "user",
             "cannot render the prompt: roles must alternate",
         ),
+        (
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            "user",
+            "cannot render the prompt: it takes more than 3 s",
+        ),
+        ("{{ 'x' * 10**11 }}", "user", "cannot render the prompt: it takes more than 4 GiB of memory"),
         (TEMPLATE, "usr", "leaves out the message of role 'usr'"),
         (
             "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}",

@@ -33,6 +33,7 @@ USERS = {
     "doctor": "check whether a filesystem and the nodes can support a run",
     "check": "check tasks, model and reward together, without an engine",
     "plan": "estimate engines, sharding and memory of a run on given machines, before starting it",
+    "guard": "run any command so that everything it starts ends with it",
     "debug": "collect the logs of all nodes, with the stacks of this host's programs, in one archive",
 }
 POOL = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import signal
@@ -113,7 +114,13 @@ def parse(command: CommandModule, name: str, arguments: Sequence[str]) -> argpar
         allow_abbrev=False,
     )
     command.add_arguments(parser)
-    return parser.parse(arguments)
+    if not getattr(command, "TAKES_A_COMMAND", False):
+        return parser.parse(arguments)
+    # What comes after it are another program's words.
+    own = [*itertools.takewhile(lambda word: word != "--", arguments)]
+    args = parser.parse(own)
+    args.command = [*arguments[len(own) + 1 :]]
+    return args
 
 
 class Parser(argparse.ArgumentParser):

@@ -59,7 +59,7 @@ PRIVATE = "private"
 PROBE = "probe"
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-# The program's grace period if the guard receives a signal from outside instead of a stop from the daemon.
+# The program's grace period if a daemon's guard receives a signal from outside instead of a stop from the daemon.
 GRACE_S = 5.0
 # The grace period of the remaining processes when the main program has ended by itself.
 LEFTOVERS_GRACE_S = 0.5
@@ -77,8 +77,13 @@ def prctl(option: int, value: int) -> None:
 class Guard:
     """Watches the daemon above and the main program below."""
 
-    def __init__(self, lifeline: int, parent: int) -> None:
+    def __init__(
+        self, lifeline: int, parent: int, grace_s: float = GRACE_S, passes_signals_on: bool = False
+    ) -> None:
+        """`grace_s`: the program's grace period if this guard receives a signal; `passes_signals_on`: it then gets that signal, not
+        SIGTERM."""
         self.lifeline, self.received = lifeline, b""
+        self.grace_s, self.passes_signals_on = grace_s, passes_signals_on
         self.child, self.exit_code = 0, -int(signal.SIGKILL)
         self.stop_requested = self.child_ended = self.leftovers_handled = False
         # The time at which to start killing everything below; None: not scheduled.
@@ -121,8 +126,8 @@ class Guard:
                 continue
             for fd, _ in self.poller.poll(None if left_s is None else left_s * 1000 + 1):
                 if fd == self.wake:
-                    if any(number in ENDING for number in os.read(fd, 4096)):
-                        self.stop_child(GRACE_S)
+                    if ending := [number for number in os.read(fd, 4096) if number in ENDING]:
+                        self.stop_child(self.grace_s, ending[0] if self.passes_signals_on else signal.SIGTERM)
                 elif fd == self.pidfd or not self.read_commands():
                     self.poller.unregister(fd)
                     self.kill_within(0)
@@ -154,15 +159,15 @@ class Guard:
             self.stop_child(float(line.split()[1]))
         return bool(data)
 
-    def stop_child(self, grace_s: float) -> None:
-        """Ask the main program to end, and schedule the kill of everything after `grace_s`."""
+    def stop_child(self, grace_s: float, number: int = signal.SIGTERM) -> None:
+        """Ask the main program to end with this signal, and schedule the kill of everything after `grace_s`."""
         try:
             self.stop_requested = True
             self.kill_within(grace_s)
             # Its pid cannot be reused until we reap it.
             if not self.child_ended:
-                os.killpg(self.child, signal.SIGTERM)
-                # A stopped program would not handle the SIGTERM.
+                os.killpg(self.child, number)
+                # A stopped program would not handle the signal.
                 os.killpg(self.child, signal.SIGCONT)
         except OSError:
             # Either the child is gone, and `end_leftovers` follows, or it runs as another user.

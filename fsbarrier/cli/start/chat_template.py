@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from fsbarrier.cli.start.bounded import bounded
 from fsbarrier.data import images
 from fsbarrier.data.images import Message
 from fsbarrier.data.messages import for_template
@@ -222,7 +223,13 @@ def renderer(folder: Path, what: str) -> Callable[..., str] | None:
         ) from None
     special = object_in(folder / "special_tokens_map.json") | object_in(folder / "tokenizer_config.json")
     tokens = {name: _text_of(value) for name, value in special.items() if name.endswith("_token")}
-    return lambda **given: template.render(**{**tokens, "tools": None, **given})
+
+    def render(**given: object) -> str:
+        # A template can loop for ever, or multiply a text.
+        with bounded():
+            return template.render(**{**tokens, "tools": None, **given})
+
+    return render
 
 
 def _text_of(token: object) -> str:

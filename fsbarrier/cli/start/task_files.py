@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsbarrier.cli.start import chat_template
+from fsbarrier.cli.start.bounded import Exceeded, bounded
 from fsbarrier.data import images
 from fsbarrier.engine.model import sees
 from fsbarrier.errors import UsageError
@@ -202,8 +203,9 @@ def _check_images(tasks: Iterable[Task], path: Path, model: Path, settings: Sett
             seen.add(source)
             try:
                 # As the rollout will, so that it refuses none that was accepted here.
-                images.as_kept(images.data_of(source))
-            except ValueError as error:
+                with bounded():
+                    images.as_kept(images.data_of(source))
+            except (ValueError, Exceeded) as error:
                 name = "" if source.startswith("data:") else f" {Path(source).name}"
                 raise UsageError(f"{where}: image{name}: {error}") from None
 
