@@ -135,6 +135,7 @@ HOSTILE = (
     ("import os\nos.execv('/bin/sh', ['sh'])", "PermissionError"),
     ("while True: pass", "it took too long"),
     ("import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(999)", "it took too long"),
+    ("import ctypes\nassert ctypes.CDLL(None).prctl(1, 0, 0, 0, 0) == 0, 'goes on'", "goes on"),
     ("import os\nos.abort()", "it was ended by SIGABRT"),
     ("import sys\nsys.exit('enough')", "exit: enough"),
     ("print(", "SyntaxError"),
@@ -212,7 +213,7 @@ def test_all_tests_together_may_take_no_longer_than_the_reward() -> None:
     twenty = {"inputs": ["1 1"] * 20, "outputs": ["2"] * 20}
     slow = block("import time\ntime.sleep(0.5)\nprint(2)")
     (score,) = scored([(twenty, {}, slow)], timeout_s=3.0, partial=True)
-    assert score.error is None and 0.0 <= score.reward < 1.0
+    assert score.error is None and 0.0 <= score.reward < 1.0 and "no time was left" in score.info["code"]
 
 
 def test_tasks_without_usable_tests_are_refused(tmp_path: Path) -> None:

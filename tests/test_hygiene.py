@@ -147,16 +147,39 @@ def test_files_are_unlinked_by_their_path_only_where_that_is_argued() -> None:
     assert used == set(UNLINKED_BY_PATH)
 
 
+#: ways to listen; a server may be given a socket that listens already (`sock=`)
+LISTENS = re.compile(
+    r"\.listen\(([0-9]|socket\.|\))|\.bind\(\(|\bcreate_(unix_)?server\(|\bstart_(unix_)?server\((?![^\n]*\bsock=)"
+    r"|(HTTP|TCP|UDP|UnixStream|XMLRPC)Server\(|\bimport socketserver|\bListener\(|\bSyncManager|\buvicorn\.run\(|\brun_app\("
+)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "one.listen()",
+        "one.listen(5)",
+        "one.bind(('', 0))",
+        "await asyncio.start_server(met, '', 0)",
+        "ThreadingHTTPServer(own)",
+    ],
+)
+def test_ways_to_listen_are_found(line: str) -> None:
+    assert LISTENS.search(line) and not LISTENS.search("start_server(met, sock=held)\nnode.listen(addresses)")
+
+
 def test_only_one_module_opens_sockets_that_listen() -> None:
-    """listening.py says whom they let in. The servers of an example environment are programs of their own interpreter."""
+    """listening.py says whom they let in. The servers of example environments are programs of their own interpreter."""
     used = {
         relative(path).removeprefix("fsbarrier/")
         for path in sources("fsbarrier", "phases")
-        if re.search(r"\.listen\(\)|\bcreate_server\(|HTTPServer\(|start_unix_server\(", path.read_text())
+        if LISTENS.search(path.read_text())
     }
     assert used == {
         "network/listening.py",
         "phases/environments/browser_server.py",
+        "phases/environments/nemo_gym_server.py",
+        "phases/environments/verifiers_server.py",
     }
 
 

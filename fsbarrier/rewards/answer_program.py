@@ -44,7 +44,7 @@ THREADS, FILES = 64, 64
 FIRST_USER = 0x70000000
 SHOWN, READY = 200, "ready"
 
-PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, FILTER = 4, 38, 22, 2
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, FILTER = 1, 4, 38, 22, 2
 KILL, ALLOW, ERRNO = 0x80000000, 0x7FFF0000, 0x00050000
 EPERM, ENOSYS = 1, 38
 CLONE_THREAD = 0x10000
@@ -88,6 +88,7 @@ kill 62 129
 tgkill 234 131
 rt_sigqueueinfo 129 138
 prlimit64 302 261
+prctl 157 167
 """
 # Each machine's architecture for the kernel.
 MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -130,6 +131,8 @@ def restrict() -> None:
             calls["prlimit64"], step(LOAD, FIRST), step(EQUAL, 0, 1, 0), step(EQUAL, own, 0, 1), allow, refuse
         ),
     ]
+    # It must not outlive the process that started it.
+    program += result(calls["prctl"], step(LOAD, FIRST), step(EQUAL, PR_SET_PDEATHSIG, 0, 1), refuse, allow)
     for number in refused.values():
         program += result(number, refuse)
     program.append(allow)
@@ -209,6 +212,9 @@ def do_test(asked: Asked, given: Any, said: int, result: int) -> None:
     os.closerange(3, result)
     os.closerange(result + 1, 1 << 16)
     limit(asked)
+    ctypes.CDLL(None).prctl(
+        PR_SET_PDEATHSIG, *[ctypes.c_ulong(number) for number in (signal.SIGKILL, 0, 0, 0)]
+    )
     restrict()
     sys.stdin = os.fdopen(0, encoding="utf-8", errors="surrogatepass", closefd=False)
     sys.stdout = os.fdopen(1, "w", encoding="utf-8", errors="surrogatepass", closefd=False)

@@ -69,7 +69,8 @@ def code(
             if "got" in said and right(said["got"], expected):
                 passed += 1
                 continue
-            first = first or f"test {number}: {said.get('failed', 'a wrong answer')}"
+            why = said.get("failed", "a wrong answer") if said else "no time was left for it"
+            first = first or f"test {number}: {why}"
             if not options["partial"] or not said:
                 break
     share = passed / len(tests.outputs)
