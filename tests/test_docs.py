@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from unittest import mock
 
@@ -34,6 +35,7 @@ ELLIPSES = {"...", "…"}
 NO_SETTINGS = {
     "rollout.log",
     "update.log",
+    "code.jsonl",
     "toy.py",
     "sft.py",
     "judge.ask",
@@ -223,4 +225,6 @@ def unknown_flags(mention: Sequence[str]) -> list[str]:
     parser = argparse.ArgumentParser(prog=name)
     cli.load_command(name).add_arguments(parser)
     known = set(re.findall(r"--[\w-]+", parser.format_help()))
-    return [word for word in words if word.startswith("--") and word.partition("=")[0] not in known]
+    # After two dashes come the words of another program (`guard`).
+    own = takewhile(lambda word: word != "--", words)
+    return [word for word in own if word.startswith("--") and word.partition("=")[0] not in known]

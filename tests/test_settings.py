@@ -445,6 +445,9 @@ WITHOUT_EFFECT = [
     ("environment.restarts=1", "", "there is no environment"),
     ("trainer.profile_rank=1", "", "nothing is profiled"),
     ("tracker.project=mine", "", "there is no tracker"),
+    ("code.timeout_s=3", "", "is for reward.kind=code (this run: reward.kind=exact)"),
+    ("code.memory_mb=64", "", "is for reward.kind=code"),
+    ("code.partial=true", "reward.kind=math", "is for reward.kind=code (this run: reward.kind=math)"),
     ("rollout.tool_parser=glm45", "", "reads the turns of an agent, and there is none"),
     ("sft.split_turns=true", "", "has no effect with program="),
 ]
