@@ -18,6 +18,7 @@ from commands import typed
 from fake_run import FakeRun
 from other_user import attacked, needs_root, opened_by
 
+from fsbarrier.cli.start.node_checks import private_network_problem
 from fsbarrier.engine.engine import Engine
 from fsbarrier.pool.directory import Pool
 from fsbarrier.processes.supervisor import Child, StartFailed
@@ -249,7 +250,7 @@ def test_another_user_gets_nothing_from_engines_agents_and_a_trainer_that_stays(
         cluster.output.chmod(0o700)
         cluster.env[0] = {**KEYS, "TMPDIR": str(place / "tmp")}
         cluster.start()
-        daemon, answers = cluster.processes[0], dict[str, list[str]]()
+        daemon, answers, networks = cluster.processes[0], dict[str, list[str]](), set[str]()
         while daemon.poll() is None:
             # It may end meanwhile.
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -257,9 +258,16 @@ def test_another_user_gets_nothing_from_engines_agents_and_a_trainer_that_stays(
                 assert got == []
                 for address, texts in said.items():
                     answers.setdefault(address, []).extend(texts)
+                networks |= {
+                    os.readlink(f"/proc/{pid}/ns/net")
+                    for pid in cluster.tree(0)
+                    if b"fsbarrier.workers.update" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                }
         assert cluster.wait(deadline_s=900) == {0: 0}, cluster.said(0)
     updated = [event for event in cluster.events() if event["event"] == "updated"]
     assert [event["went_on"] for event in updated] == [False, True]
+    # The network of this host shows what was attacked; the trainer was in another one.
+    assert networks - {os.readlink("/proc/self/ns/net")} or private_network_problem()
     assert {address.split()[0] for address in answers} == {"127.0.0.1"}
     refused = [texts for texts in answers.values() if any("use the client" in text for text in texts)]
     assert refused, "the address of the agents was never met"
