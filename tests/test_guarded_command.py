@@ -7,12 +7,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from process_tree import ALL, DEADLINE_S, Fifo, Watched
 
-from fsbarrier.processes.processes import below
+from fsbarrier.processes.processes import scan
 
 GUARD = [sys.executable, "-m", "fsbarrier", "guard"]
 # Starts a guarded command as a supervisor would, and waits.
@@ -21,22 +20,22 @@ STARTER = "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"
 
 @pytest.fixture
 def started(fifo: Fifo, watched: Watched) -> Iterator[list[int]]:
-    """The process ids of a starter, the two guards and the command, whose whole tree is watched."""
+    """The process ids of a starter and the two guards; they and the command's whole tree are watched."""
     words = [sys.executable, "-c", STARTER, *GUARD, "--", *fifo.command(*ALL)]
     starter = subprocess.Popen(words)
     tree = fifo.pids(len(ALL) + 1)
     chain = [starter.pid]
-    for _ in range(3):
-        (child,) = [pid for pid in below(chain[-1]) if parent_of(pid) == chain[-1]]
-        chain.append(child)
+    for _ in range(2):
+        chain += children(chain[-1])
+    assert len(chain) == 3
     watched.add(*tree, *chain)
     yield chain
     starter.kill()
     starter.wait()
 
 
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+def children(parent: int) -> list[int]:
+    return [pid for pid, stat in scan().items() if stat.ppid == parent]
 
 
 @pytest.mark.parametrize("killed", [0, 1, 2], ids=["who started it", "the outer guard", "the inner guard"])
@@ -48,8 +47,7 @@ def test_whoever_is_killed_nothing_stays(killed: int, started: list[int], watche
 def test_processes_that_fork_for_ever_end_with_whoever_started_them(fifo: Fifo, watched: Watched) -> None:
     starter = subprocess.Popen([sys.executable, "-c", STARTER, *GUARD, "--", *fifo.command("bomb")])
     watched.add(*fifo.pids(40))
-    (guard,) = [pid for pid in below(starter.pid) if parent_of(pid) == starter.pid]
-    watched.add(guard)
+    watched.add(*children(starter.pid))
     starter.kill()
     starter.wait()
     watched.wait_gone()
