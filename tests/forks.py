@@ -22,6 +22,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from waiting import free_port
+
 from fsbarrier.network.listening import LISTENING
 from fsbarrier.processes import supervisor
 from fsbarrier.rundir import logs
@@ -216,7 +218,8 @@ def be_torchrun(words: list[str]) -> int:
         "WORLD_SIZE": str(int(given["nnodes"]) * each),
         "LOCAL_WORLD_SIZE": str(each),
         "MASTER_ADDR": given["master-addr"],
-        "MASTER_PORT": given["master-port"],
+        # 0: the processes of one node choose a port among themselves.
+        "MASTER_PORT": str(int(given["master-port"]) or free_port()),
     }
     # The port that was probed: its store is made here without the socket.
     for fd in filter(None, os.environ.pop(LISTENING, "").split(",")):
