@@ -67,6 +67,8 @@ class LocalState:
                 for rank in self.processes.on_this_node
             ]
             self._complete(unfinished, ours, policy, policy_version, state)
+            # An attempt at this version may have left one.
+            files.discard(folder)
             unfinished.rename(folder)
         elif first:
             reason = next(reason for reason, _ in everyone if reason)
