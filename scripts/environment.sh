@@ -66,7 +66,7 @@ check_own_environment() {
   local missing
   missing="$("$python" -c 'import importlib.util as u; print(*(n for n in ("filelock", "jinja2", "watchdog", "rich", "msgspec") if u.find_spec(n) is None))')" ||
     fail "$python does not run; FSBARRIER_VENV names the folder of a virtual environment"
-  [ -z "$missing" ] || fail "$place has no $missing: $place/bin/python -m pip install -r $clone/scripts/requirements/cpu.txt (or cuda.txt, rocm.txt), and for CPUs $place/bin/python $clone/scripts/torchvision_on_cpu.py"
+  [ -z "$missing" ] || fail "$place has no $missing: $place/bin/python -m pip install -r $clone/scripts/requirements/cpu.txt (or cuda.txt, rocm.txt), and for CPUs $place/bin/python $clone/fsbarrier/doctor/torchvision_on_cpu.py"
 }
 
 ensure_environment() {

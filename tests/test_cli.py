@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -251,6 +252,26 @@ def test_a_wheel_without_extras_is_refused_before_the_start(
     assert f"{needed_for} needs the Python package {package}" in said and len(said.splitlines()) == 1
     assert re.search(r"-m pip install 'fsbarrier\[rl,(cpu|cuda)\]'", said)
     assert not (tmp_path / "run").exists()
+
+
+def test_cuda_builds_beside_a_cpu_build_of_torch_are_refused_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pip alone installs them with the extra `cpu`."""
+    builds = {
+        "torch": "2.13.0+cpu",
+        "torchvision": "0.28.0",
+        "torchaudio": "2.13.0",
+        "torchcodec": "0.9.0+cpu",
+    }
+    find_spec, version = importlib.util.find_spec, importlib.metadata.version
+    shim = "torchvision_on_cpu"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == shim else find_spec(name))
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: builds.get(name) or version(name))
+    said = typed("run", "--log-path", tmp_path / "run", code=2).err
+    assert f"{sys.executable} -m fsbarrier.doctor.{shim}" in said and len(said.splitlines()) == 1
+    assert f"torchaudio 2.13.0 beside torch 2.13.0+cpu: type {sys.executable} -m pip uninstall" in said
+    assert "torchcodec" not in said and not (tmp_path / "run").exists()
 
 
 def test_an_interrupt_while_modules_are_imported_says_nothing(tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ MAIN = "import os, sys; print('STARTED', os.getpid(), sys.argv[1:], flush=True)\
 sys.path.insert(0, str(ROOT / "scripts"))
 import setup_packages  # noqa: E402
 
+from fsbarrier.doctor import torchvision_on_cpu  # noqa: E402
+
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -463,8 +465,6 @@ def test_this_environment_is_complete() -> None:
 @pytest.mark.torch
 def test_a_cuda_build_of_torchvision_can_be_imported_beside_a_cpu_build_of_torch(tmp_path: Path) -> None:
     """What that needs of its own library, which is not loaded there: that the operator exists."""
-    import torchvision_on_cpu
-
     torchvision_on_cpu.put_into(tmp_path)
     (tmp_path / "torchvision.py").write_text(
         "import torch\n@torch.library.register_fake('torchvision::nms')\ndef nms(dets, scores, iou): ...\n"

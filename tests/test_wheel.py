@@ -87,6 +87,14 @@ def test_all_programs_load_from_a_wheel(wheel: Path, tmp_path: Path) -> None:
     package, folder, rows = loaded(site, tmp_path)
     assert (package, folder) == (str(site / "fsbarrier"), str(site / "fsbarrier" / "phases"))
     assert rows == {"rl": 14, "sft": 14, "toy": 14, "ping": 14}
+    # What a user of the wheel is told to type when pip has brought a CUDA build of torchvision beside a CPU build of torch.
+    environment = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    command = [environment / "bin" / "python", "-m", "fsbarrier.doctor.torchvision_on_cpu"]
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": str(site)}, cwd=tmp_path, check=True)
+    code = "import sys; print([type(each).__name__ for each in sys.meta_path])"
+    started = subprocess.run([*command[:1], "-I", "-c", code], capture_output=True, text=True, check=True)
+    assert "Declares" in started.stdout
 
 
 def test_all_programs_load_from_an_editable_install(checkout: Path, tmp_path: Path) -> None:

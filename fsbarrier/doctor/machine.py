@@ -7,6 +7,7 @@ at each start.
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import os
 import re
@@ -19,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import fsbarrier
-from fsbarrier.doctor import probes
+from fsbarrier.doctor import probes, torchvision_on_cpu
 from fsbarrier.doctor.findings import NOTE, OK, REFUSED, WARNING, Check
 from fsbarrier.processes import limits
 from fsbarrier.processes.supervisor import with_this_package
@@ -75,7 +76,34 @@ def quick(folder: Path) -> list[Check]:
 
 def full(folder: Path) -> list[Check]:
     """`quick`, the packages and their imports."""
-    return [*quick(folder), _packages(), *_imports()]
+    builds = [Check("builds", REFUSED, finding, advice) for finding, advice in unfit_builds()]
+    return [*quick(folder), _packages(), *builds, *_imports()]
+
+
+def unfit_builds() -> list[tuple[str, str]]:
+    """CUDA builds that keep transformers from being imported beside a CPU build of torch, and what to type; pip alone installs them with
+    `fsbarrier[rl,cpu]`, because package indexes have no others."""
+    versions = {name: _version(name) for name in ("torch", "torchvision", "torchaudio", "torchcodec")}
+    torch = versions.pop("torch")
+    if "+cpu" not in torch:
+        return []
+    unfit = {name: version for name, version in versions.items() if version and "+cpu" not in version}
+    found = []
+    if (version := unfit.pop("torchvision", "")) and not importlib.util.find_spec(torchvision_on_cpu.MODULE):
+        command = f"{sys.executable} -m {torchvision_on_cpu.__name__}"
+        found += [(f"torchvision {version} does not import beside torch {torch}", f"type {command}")]
+    if unfit:
+        named = " and ".join(f"{name} {version}" for name, version in unfit.items())
+        command = f"{sys.executable} -m pip uninstall --yes {' '.join(unfit)}"
+        found += [(f"transformers does not import with {named} beside torch {torch}", f"type {command}")]
+    return found
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _processes() -> Check:

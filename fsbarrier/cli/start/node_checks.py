@@ -19,6 +19,7 @@ from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
 
+from fsbarrier.doctor import machine
 from fsbarrier.engine import accelerators
 from fsbarrier.engine.answer_format import known_parsers
 from fsbarrier.errors import UsageError
@@ -250,6 +251,9 @@ def _check_packages(settings: Settings, needs: Collection[str]) -> None:
                 f"{setting}: needs the Python package {' or '.join(alternatives)}, which is not installed in {sys.prefix}; install it on "
                 "every node"
             )
+    unfit = machine.unfit_builds() if "model" in needs else []
+    if unfit:
+        raise UsageError("; ".join(f"{finding}: {advice}" for finding, advice in unfit) + ", on every node")
 
 
 def _packages(settings: Settings, needs: Collection[str]) -> Iterator[tuple[str, tuple[str, ...]]]:

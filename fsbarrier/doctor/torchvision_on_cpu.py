@@ -1,9 +1,10 @@
-"""Lets torchvision be imported beside a CPU build of torch: `python scripts/torchvision_on_cpu.py` puts it into that environment.
+"""Lets torchvision be imported beside a CPU build of torch: `python -m fsbarrier.doctor.torchvision_on_cpu` changes its environment.
 
 vLLM needs torchvision to serve models that take images, and ordinary package indexes have only its CUDA builds. Beside a CPU build of
 torch these lack nothing that is used here but two operators, which they expect their own library to have registered: importing them,
 and with them transformers, fails. A `.pth` file imports this module in every process of the environment, and it declares the two when
-torchvision is about to be imported. scripts/setup_packages.py puts both into each CPU environment.
+torchvision is about to be imported. scripts/setup_packages.py puts both into each CPU environment. A user of pip is told
+to run this module (doctor/machine.py).
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import sys
 
 # Each interpreter of the environment runs this when it starts, so it imports nothing else, not even `typing`.
 TYPE_CHECKING = False
+#: the name of the copy in the environment, which alone changes how imports work
+MODULE = "torchvision_on_cpu"
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
@@ -40,8 +43,8 @@ def put_into(packages: Path) -> None:
     """Into an environment's folder of packages."""
     import shutil
 
-    shutil.copyfile(__file__, packages / "torchvision_on_cpu.py")
-    (packages / "torchvision-on-cpu.pth").write_text("import torchvision_on_cpu\n")
+    shutil.copyfile(__file__, packages / f"{MODULE}.py")
+    (packages / "torchvision-on-cpu.pth").write_text(f"import {MODULE}\n")
 
 
 if __name__ == "__main__":
@@ -49,5 +52,5 @@ if __name__ == "__main__":
     from pathlib import Path
 
     put_into(Path(sysconfig.get_path("purelib")))
-else:
+elif __name__ == MODULE:
     sys.meta_path.insert(0, Declares())
