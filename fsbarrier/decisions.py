@@ -151,6 +151,8 @@ class MergeDecision(JsonRecord):
     reward_mean: float | None = None
     #: task number -> the mean reward of its last group; None: task selection does not depend on it
     last_rewards: Mapping[str, float] | None = None
+    #: task number -> how often it was drawn, and how often its group was finished; None: each drawn task is finished
+    draws: Mapping[str, Sequence[int]] | None = None
 
 
 # --- update: batch_prepare, update_ready ------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
@@ -38,7 +39,7 @@ from fsbarrier.protocol.assign import draw_rounds, sample_tasks
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rollouts.rollout_spec import RolloutRound, RolloutSpec
 from fsbarrier.rollouts.samples import Sampling
-from fsbarrier.rollouts.sharing import share_out, sharing_events, training_files, training_sets
+from fsbarrier.rollouts.sharing import file_of, share_out, sharing_events, training_files, training_sets
 from fsbarrier.rundir.names import SPLITS
 from fsbarrier.settings.sections import EvalSettings, RolloutSettings
 from fsbarrier.specs import (
@@ -53,6 +54,8 @@ from fsbarrier.specs import (
 
 #: the name of the claims on the next iteration's tasks, which are rolled out while this one's update trains (`rollout.ahead`)
 AHEAD = "ahead"
+# How many tasks that are never finished the journal names.
+MOST_NAMED = 10
 # How long the processes of an update wait for each other, in seconds.
 COLLECTIVES_TIMEOUT_S = 1800
 
@@ -252,6 +255,7 @@ def aggregate(node: Node, decision: RolloutDecision, rolled_out_in: str) -> Merg
         "split": split,
         "groups_cut_off": len(made.cut_off),
         **({"final": True} if is_final(ctx) else {}),
+        **draws_event(ctx, made.draws),
     }
     node.event("rolled_out" if split == "train" else "evaluated", made, fields, merged, merged.figures)
     node.publish_file(spec.request.out, ctx.paths.merged(split, ctx.iteration))
@@ -281,6 +285,7 @@ def merge_of(
         cut_off=cut_off,
         groups_taken_over=sum(report.taken_over for report in reports.values()),
         earlier=earlier_merges(ctx) if split == "train" else (),
+        draws=draw_counts(ctx, wanted, without) if split == "train" else None,
         sampled_how=sampled_how(ctx, split) if split == "test" else None,
         rounds=begun if decision.rounds is not None else None,
         policy_version=ctx.policy_version,
@@ -345,6 +350,34 @@ def tasks_cut_off(
     enough = ctx.settings.rollout.completion_threshold * len(wanted)
     ended = any(report.ended_early for report in reports.values())
     return left if ended and len(wanted) - len(left) >= enough else []
+
+
+def draw_counts(
+    ctx: Context, wanted: Sequence[int], cut_off: Collection[int]
+) -> dict[str, Sequence[int]] | None:
+    """How often each task was drawn and finished so far; None if rollouts wait for all tasks."""
+    if ctx.settings.rollout.completion_threshold == 1:
+        return None
+    before = ctx.latest("train_aggregate", MergeDecision)
+    counts = dict((before and before.draws) or {})
+    for task in wanted:
+        drawn, finished = counts.get(str(task), (0, 0))
+        counts[str(task)] = (drawn + 1, finished + (task not in cut_off))
+    return counts
+
+
+def draws_event(ctx: Context, draws: Mapping[str, Sequence[int]] | None) -> JsonObject:
+    """For the journal: how many tasks were drawn and finished how often, and the tasks that were drawn most often and never finished."""
+    if draws is None:
+        return {}
+    never = sorted((-drawn, int(task)) for task, (drawn, finished) in draws.items() if not finished)
+    # The toy program has no task files.
+    files = training_files(ctx.tasks) or {"train": 0}
+    named = [(Path(path).stem, task - first) for _, task in never for path, first in [file_of(task, files)]]
+    return {
+        "draws": [[*pair, tasks] for pair, tasks in sorted(Counter(map(tuple, draws.values())).items())],
+        "never_finished": [f"{name}-{index}" for name, index in named[:MOST_NAMED]],
+    }
 
 
 def evaluates(ctx: Context) -> bool:

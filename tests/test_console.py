@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import termios
+import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,12 +21,13 @@ import pytest
 from commands import typed
 from fake_run import FakeRun, long_run
 from rich.console import Console
+from waiting import until
 
 from fsbarrier.program import PHASE_NAMES
 from fsbarrier.protocol.succession import RENEWED
 from fsbarrier.rundir.journal import parse
-from fsbarrier.view import event_wording
-from fsbarrier.view.live_view import frame
+from fsbarrier.view import event_wording, quiet
+from fsbarrier.view.live_view import follow, frame
 from fsbarrier.view.run_reader import RunReader
 from fsbarrier.view.run_status import status_of
 from fsbarrier.view.summary import print_summary
@@ -272,6 +274,23 @@ def test_without_a_terminal_it_ends_with_the_run_and_its_summary(tmp_path: Path)
     run = long_run(tmp_path / "run", 2, extra=QUICK)
     said = typed("top", "--log-path", run.log_path)
     assert f"fsbarrier report --log-path {run.log_path}" in " ".join(said.out.split())
+
+
+def test_plain_output_says_what_is_waited_for_while_nothing_happens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quiet, "FIRST_S", 0.0)
+    run, (console, out), stop = busy_run(tmp_path / "run", 2), plain(), threading.Event()
+    watching = threading.Thread(target=follow, args=(run.log_path,), kwargs={"output": console, "stop": stop})
+    watching.start()
+    try:
+        wanted = re.compile(
+            r"^\d\d:\d\d:\d\d  iteration \d, phase 2 train_rollout: node 0: \d+ of \d+, reward", re.MULTILINE
+        )
+        until(lambda: wanted.search(out.getvalue()), out.getvalue)
+    finally:
+        stop.set()
+        watching.join()
 
 
 def test_ctrl_c_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:

@@ -94,6 +94,10 @@ def test_one_signal_ends_everything(
     assert leftovers(log_path) == {}
     assert "Traceback" not in said
     assert not is_finished(log_path)
+    # The summary says what the user did, and no exit code.
+    by = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+    assert f"ended: stopped by {by}" in said and f"exit code {code}" not in said
+    assert number != signal.SIGINT or "SIG" not in said
 
 
 STORM = """

@@ -74,8 +74,15 @@ def test_a_report_has_all_its_parts(tmp_path: Path) -> None:
     assert page.attributes.count(("class", "p2")) == 1 + 6
     assert page.tags.count("svg") == 9
     titles = {text.strip() for text in page.texts}
-    assert {"reward", "update entropy", "update grad norm", "rollout answer tokens mean"} <= titles
-    assert "update_kl" not in titles
+    assert {
+        "reward",
+        "entropy of the policy, per token",
+        "gradient norm",
+        "tokens in an answer, mean",
+    } <= titles
+    assert "KL divergence from the reference policy" not in titles
+    # The charts that matter less unfold.
+    assert "1 more charts" in page.text
     assert re.search(r"[\d.]+ % of (node \d's time|the time of nodes [\d, ]+): \w+", page.text)
 
 
@@ -132,11 +139,22 @@ def test_what_was_measured_has_a_curve_and_what_was_not_has_none(tmp_path: Path)
     page = Page(report(run))
     titles = {text.strip() for text in page.texts}
     assert {
-        *("update entropy", "update policy kl", "update mismatch kl", "update lr"),
-        *("rollout answer tokens mean", "rollout truncated share", "rollout reward parts style"),
+        *("entropy of the policy, per token", "KL divergence from the sampled policy", "learning rate"),
+        *("KL divergence between trainer and engine", "reward style, in training"),
+        *("tokens in an answer, mean", "share of answers cut off at the token limit"),
     } <= titles
     # Nobody computes a KL to a reference policy that there is not: neither a curve of zeros nor a column.
-    assert "update_kl" not in page.text
+    assert "KL divergence from the reference policy" not in page.text
+
+
+def test_two_runs_share_a_page(tmp_path: Path) -> None:
+    first, second = long_run(tmp_path / "run", 3), long_run(tmp_path / "other", 2)
+    page = report(first, "--compare", second.log_path)
+    assert page.count('class="curve train second"') >= 2 and "Settings that differ" in page
+    names = [f"{run.log_path.parent.name}/{run.log_path.name}" for run in (first, second)]
+    assert f"{names[0]} train" in page and f"{names[1]} held-out" in page
+    table = ("report", first.log_path, "--csv", tmp_path / "table.csv", "--compare", second.log_path)
+    assert "only the HTML page shows two runs" in typed(*table, code=2).err
 
 
 def test_the_evaluation_at_the_end_counts_for_the_iteration_that_would_follow(tmp_path: Path) -> None:
@@ -237,7 +255,11 @@ def test_the_last_policy_and_each_set_have_figures_of_their_own(tmp_path: Path) 
     assert "fsbarrier_eval_aime_pass_at_8{" in metrics
     typed("report", "--log-path", run.log_path, "--out", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
-    assert "0.25 ± 0.12" in page and "rollout reward parts right" in page
+    assert (
+        "0.25 ± 0.12" in page
+        and "reward right, in training" in page
+        and "held-out pass@8 of the set aime" in page
+    )
     before = list(csv.DictReader(table.splitlines()))[-2]
     assert (before["rollout_reward_parts_right"], before["rollout_answer_tokens_mean"]) == ("0.75", "12.5")
     assert "rollout_agent_errors" not in before and before["rollout_reward_errors"] == "3.0"

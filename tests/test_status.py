@@ -222,7 +222,7 @@ def test_a_verdict_is_broken_and_its_reason_is_the_first_problem(tmp_path: Path)
 def test_a_run_whose_only_node_was_stopped_before_the_others_came(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "run")
     run.join(0)
-    run.line(0, "node_ended", (0, 0, 0), state="left", code=130, reason="stopped by SIGINT")
+    run.line(0, "node_ended", (0, 0, 0), state="left", code=130, reason="stopped by Ctrl-C")
     run.beat(0, 1, "left", (0, 0))
     status = status_of(run)
     assert (status["state"], status["exit_code"]) == ("stopped", 130)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from cluster import FAST, REPO, Cluster, rolled_out_twice
+from commands import typed
 from test_rollout import SAMPLES, Fake, finish, make_spec, run, start
 from waiting import DEADLINE_S, until
 
@@ -153,6 +154,19 @@ def test_stragglers_are_cut_off_and_named(tmp_path: Path) -> None:
         assert sorted(there + cut_off) == list(range(24))
         old, new = (RunPaths(cluster.log_path).claims(1, iteration, "train") for iteration in (1, 2))
         assert new.exists() and not old.exists()
+        # Both iterations draw all tasks.
+        second = merged(cluster.log_path, 2)["metadata"]["cut_off"]
+        never = sorted({*cut_off} & {*second})
+        status = json.loads(typed("status", cluster.log_path, "--json").out)
+        assert sum(tasks for _, _, tasks in status["draws"]["counts"]) == 24
+        assert [*status["draws"]["named"]] == [f"train-{task}" for task in never]
+        line = f"{len(never)} of 24 drawn tasks never finished, so not trained: " + ", ".join(
+            f"train-{task}" for task in never
+        )
+        typed("report", cluster.log_path, "--out", tmp_path / "report.html")
+        page = (tmp_path / "report.html").read_text()
+        for shown in (typed("status", cluster.log_path).out, page):
+            assert line in " ".join(shown.split()) if never else "at least once" in shown
 
 
 # --- more than is wanted ----------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ How the process tree is controlled:
   appeared; otherwise a process could keep forking between listing and kill. It repeats this until `waitpid` reports
   that no child is left. As a subreaper it then knows that the tree is gone.
 
-Socket protocol: the daemon sends lines "stop GRACE_S". The guard sends lines "started PID", "failed ERRNO STAGE",
+Socket protocol: the daemon sends lines "stop GRACE_S SIGNAL". The guard sends lines "started PID", "failed ERRNO STAGE",
 "ended EXITCODE" (negative: a signal). The socket closes when the guard has exited. A guard writes to no file, so a hung
 mount cannot block it.
 """
@@ -156,7 +156,8 @@ class Guard:
             return False
         *lines, self.received = (self.received + data).split(b"\n")
         for line in lines:
-            self.stop_child(float(line.split()[1]))
+            _, grace_s, number = line.split()
+            self.stop_child(float(grace_s), int(number))
         return bool(data)
 
     def stop_child(self, grace_s: float, number: int = signal.SIGTERM) -> None:

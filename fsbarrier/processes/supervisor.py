@@ -153,8 +153,8 @@ class Child:
             _wait_readable(self._socket, left_s)
         return code
 
-    def stop(self, grace_s: float = 5.0) -> int:
-        """Send SIGTERM to the program's group, and SIGKILL to the remaining processes after `grace_s`; returns the exit code.
+    def stop(self, grace_s: float = 5.0, number: int = signal.SIGTERM) -> int:
+        """Send a signal to the program's group, and SIGKILL to the remaining processes after `grace_s`; returns the exit code.
 
         Returns when the process tree is gone; raises ProgramFailed if that takes KILL_S longer than the grace period: something hangs
         in the kernel, or is another user's.
@@ -163,7 +163,7 @@ class Child:
             if self.poll() is None:
                 # An error means that the guard is already exiting.
                 with contextlib.suppress(OSError):
-                    self._socket.sendall(b"stop %f\n" % max(grace_s, 0.0))
+                    self._socket.sendall(b"stop %f %d\n" % (max(grace_s, 0.0), number))
                 # Someone may have sent SIGSTOP to the guard.
                 self._guard.send_signal(signal.SIGCONT)
         code = self.wait(grace_s + KILL_S)

@@ -54,7 +54,8 @@ from fsbarrier.settings.sections import Settings
 from fsbarrier.store import files
 from fsbarrier.store.retry import HIDDEN_S, Backoff, fails_or_hides, patiently
 from fsbarrier.training.weights_copy import WeightsCopy
-from fsbarrier.wording import counted, ranks
+from fsbarrier.view.quiet import Silence, progress_text
+from fsbarrier.wording import clock_time, counted, ranks
 
 if TYPE_CHECKING:
     from fsbarrier.engine.frozen import FrozenEngine
@@ -102,6 +103,7 @@ class Daemon:
         self._say_awaited_at = time.monotonic() + SAY_AWAITED_S
         # What the running program waits for, and its phase.
         self._program_awaits = ("", "")
+        self._silence, self._last_said_at = Silence(time.monotonic()), 0.0
         self._ended = threading.Event()
         self._program = program = load_program(settings.program)
         devices = accelerators.detect()
@@ -236,12 +238,25 @@ class Daemon:
                 f"fsbarrier: waiting up to {up_to_s:g} s for {nodes} to join {self.record.log_path} ({waited_s:.0f} s so far){why}\n"
             )
 
+    def _say_progress(self, now: float) -> None:
+        """Say what this node is doing if it has said nothing for a while, as when vLLM starts."""
+        if self.events.console.said_at != self._last_said_at:
+            self._last_said_at = self.events.console.said_at
+            self._silence.broken(now)
+        if not self._silence.due(now):
+            return
+        where, said = self.loop.node.position, progress_text(self.jobs.progress())
+        if where is not None and said:
+            self.events.console.say(f"{clock_time(time.time())}  iteration {where.iteration}: {said}\n")
+            self._last_said_at = self.events.console.said_at
+
     def _loop(self) -> None:
         """Look, decide and act until this node has ended or received a signal."""
         while self.loop.exit is None and self._signal is None:
             now = time.monotonic()
             pause_s = self._life.tick(now)
             self._name_missing_nodes(now)
+            self._say_progress(now)
             self._waiting.wait(
                 pause_s,
                 hints=pause_s >= self._pauses.most_s,
@@ -253,7 +268,8 @@ class Daemon:
         if self.loop.exit is None:
             number = self._signal or signal.SIGTERM
             code = EXIT_SIGINT if number == signal.SIGINT else EXIT_SIGTERM
-            self._life.leave(code, f"stopped by {signal.Signals(number).name}")
+            by = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+            self._life.leave(code, f"stopped by {by}")
         self.workplace.grace_s = GRACE_S
         # A program may hang in the kernel. Its guard keeps trying to end it.
         with contextlib.suppress(StoreError):

@@ -8,6 +8,7 @@ import queue
 import sys
 import threading
 import time
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,9 @@ from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.store import files
 from fsbarrier.view.event_wording import log_lines
 
+#: the number of newest iterations whose mean duration gives the estimate of the remaining time
+NEWEST_ITERATIONS = 5
+
 
 class EventLog:
     """Records the events of one daemon. The journal is opened at the first event, since its name contains the incarnation."""
@@ -37,6 +41,8 @@ class EventLog:
         # When the work in this row was done, and how long its parts took; None: it is not done, or the row has no work.
         self._worked: tuple[float, PhaseTime] | None = None
         self._last_node: Node | None = None
+        self._iteration_began = time.monotonic()
+        self._iterations_s: deque[float] = deque(maxlen=NEWEST_ITERATIONS)
         self.console = Console()
         command = record.settings.notify.command
         self._tracking = TrackerProgram(record, work_dir, log_file.with_name("trackers.log"))
@@ -87,6 +93,8 @@ class EventLog:
             return self._row_time(node, now)
         elif event == "work_finished" and self._worked is not None:
             return {"waited_s": round(now - self._worked[0], DIGITS)}
+        elif event == "iteration_finished":
+            return self._time_left(node, now)
         elif event == "node_lost":
             paths = self._record.paths
             logs = [
@@ -94,6 +102,15 @@ class EventLog:
             ]
             return {"lost": [{**lost, "log": log} for lost, log in zip(fields["lost"], logs, strict=True)]}
         return {}
+
+    def _time_left(self, node: Node, now: float) -> Payload:
+        """An estimate of the time until the last iteration ends, from the newest ones that this daemon saw; {} if there is no last one."""
+        seconds, self._iteration_began = now - self._iteration_began, now
+        self._iterations_s.append(seconds)
+        until = node.generation.until if node.generation is not None else None
+        left = until - node.position.iteration if until is not None and node.position is not None else 0
+        mean_s = sum(self._iterations_s) / len(self._iterations_s)
+        return {"left_s": round(left * mean_s, 1)} if left > 0 else {}
 
     def _row_time(self, node: Node, now: float) -> Payload:
         """The duration of the row; with work, also of its parts."""
@@ -128,12 +145,15 @@ class Console:
     """Prints in its own thread, so that a stopped terminal, or a full disk behind a redirect, does not block the node."""
 
     def __init__(self) -> None:
+        #: when something was printed last, by the monotonic clock
+        self.said_at = time.monotonic()
         self._waiting: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._print, name="console", daemon=True)
         self._thread.start()
 
     def say(self, text: str, *, to: int = 1) -> None:
         """Print to standard output (1) or standard error (2), soon."""
+        self.said_at = time.monotonic()
         self._waiting.put((to, text))
 
     def close(self, timeout_s: float) -> None:

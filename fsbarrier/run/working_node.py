@@ -89,7 +89,7 @@ class WorkingNode(Node):
     def serve(self, weights: Weights) -> tuple[PolicyEngine, ...]:
         job, workplace = self.job, self.workplace
         job.stop_if_cancelled()
-        serving = f"engine: policy version {weights.policy_version}"
+        serving = f"waiting for vLLM to serve policy version {weights.policy_version}"
         job.progress = {"note": serving}
 
         def show(ready: int) -> None:
@@ -106,7 +106,7 @@ class WorkingNode(Node):
     def serve_frozen(self, name: str, *, threads: int, devices: tuple[int, ...] | None) -> None:
         self.job.stop_if_cancelled()
         engine, folder = self.workplace.frozen[name], self.context.settings.engines[name].model
-        self.job.progress = {"note": f"engines.{name}: starting"}
+        self.job.progress = {"note": f"waiting for vLLM to serve engines.{name}"}
         infos = engine.ensure(Path(str(folder)), devices, threads=threads, cancel=self.job.cancel)
         self.job.events += ready_lines(infos, engine=name)
 

@@ -188,7 +188,7 @@ WORDING: dict[str, str | Callable[[Event], str]] = {
     "program_restarted": "node {node_rank}: {phase_name} was started again {times:times}: {why}",
     "phase_started": _phase_started,
     "phase_finished": _phase_finished,
-    "iteration_finished": "iteration {iteration} is done",
+    "iteration_finished": "iteration {iteration} is done[, about {left_s:duration} left]",
     "node_ended": _ended,
 }
 

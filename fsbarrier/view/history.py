@@ -37,6 +37,27 @@ class Rewards:
     trajectories: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """The training tasks of a run whose rollouts may end before all tasks are done, by what became of them.
+
+    `counts`: (times drawn, times finished, number of tasks). `named`: the tasks that were drawn most often and never finished, by file and
+    index.
+    """
+
+    counts: tuple[tuple[int, int, int], ...]
+    named: tuple[str, ...]
+
+    @property
+    def tasks(self) -> int:
+        return sum(tasks for _, _, tasks in self.counts)
+
+    @property
+    def never(self) -> int:
+        """How many tasks were drawn and never finished."""
+        return sum(tasks for _, finished, tasks in self.counts if not finished)
+
+
 @dataclass
 class RunHistory:
     """Collects the events of all journals. Events of different journals may arrive in any order."""
@@ -101,6 +122,17 @@ class RunHistory:
             if reported and (reported[-1] or field_name != AT_RISK):
                 figures[field_name] = reported[-1]
         return figures
+
+    def draws(self) -> Draws | None:
+        """What became of the drawn tasks; None if rollouts wait for all of them."""
+        newest = next(reversed(self.reports("rolled_out").values()), None)
+        listed = newest.fields.get("draws") if newest is not None else None
+        if newest is None or not isinstance(listed, list):
+            return None
+        counts = [tuple(row) for row in listed if isinstance(row, list) and len(row) == 3]
+        if not all(type(number) is int for row in counts for number in row):
+            return None
+        return Draws(tuple(counts), newest.lines("never_finished"))
 
     def _rewards(self, iteration: int) -> Rewards:
         reports = [self._results.get((iteration, name)) for name in ("rolled_out", "evaluated")]

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Protocol
 from fsbarrier.errors import EXIT_INTERNAL
 from fsbarrier.rundir.journal import Event
 from fsbarrier.view.event_wording import event_line
+from fsbarrier.view.quiet import Silence, progress_text
 from fsbarrier.view.run_reader import RunReader
 from fsbarrier.view.run_status import RunStatus, elapsed_s, status_of, status_reader
+from fsbarrier.wording import clock_time, one_line, ranks
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 FRAME_S = 0.25
 #: The view starts with events no older than this, in seconds.
 RECENT_S = 10.0
+#: nodes whose work in progress a plain line names
+MOST_NODES = 3
 ENDED = frozenset({"finished", "stopped", "broken"})
 #: The view ends when the run has been over for this many seconds, because a run still looks ended when a new session starts.
 LASTING_S = 1.0
@@ -113,15 +117,36 @@ def _live(console: Console, reader: RunReader) -> Iterator[Show]:
 def _plain(console: Console, since: float) -> Iterator[Show]:
     """Prints one line per event."""
 
+    silence = Silence(time.monotonic())
+
     def show(status: RunStatus, fresh: Sequence[Event]) -> None:
+        now = time.monotonic()
+        if silence.due(now) and (doing := working_line(status)):
+            console.out(doing, highlight=False)
         for event in fresh:
             line = event_line(event)
             # Every node reports every phase; show only the leader's reports.
             of_another = event.name.startswith(("phase_", "iteration_")) and event.node_rank != status.leader
             if line is not None and event.at >= since and not of_another:
                 console.out(line, highlight=False)
+                silence.broken(now)
 
     yield show
+
+
+def working_line(status: RunStatus) -> str:
+    """What the nodes are doing, in one line; "" if they say nothing."""
+    if status.phase is None:
+        waited = status.waiting_for.node_ranks if status.waiting_for is not None else ()
+        return f"{clock_time(time.time())}  waiting for node {ranks(waited)} to join" if waited else ""
+    said = [
+        f"node {node.node_rank}: {text}"
+        for node in status.nodes
+        if node.progress and (text := progress_text(node.progress))
+    ]
+    more = f"; and {len(said) - MOST_NODES} more nodes" if len(said) > MOST_NODES else ""
+    where = f"iteration {status.iteration}, phase {status.phase.index} {one_line(status.phase.name)}"
+    return f"{clock_time(time.time())}  {where}: {'; '.join(said[:MOST_NODES])}{more}" if said else ""
 
 
 def frame(status: RunStatus, reader: RunReader, width: int, height: int) -> RenderableType:

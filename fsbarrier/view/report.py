@@ -6,12 +6,10 @@ of all figures.
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from html import escape
 from pathlib import Path
 from statistics import median
 
@@ -19,43 +17,28 @@ import fsbarrier
 from fsbarrier.settings.secrecy import shown
 from fsbarrier.settings.section import leaves
 from fsbarrier.view.event_wording import event_text
-from fsbarrier.view.report_formats import Row, iteration_rows
+from fsbarrier.view.history import Draws
+from fsbarrier.view.report_curves import curves
+from fsbarrier.view.report_formats import iteration_rows
 from fsbarrier.view.report_samples import samples
 from fsbarrier.view.run_reader import RunReader
 from fsbarrier.view.run_status import RunStatus
+from fsbarrier.view.terminal_lines import draws_text
 from fsbarrier.view.timings import IterationTime, together, wastes
-from fsbarrier.wording import amount, counted, duration, one_line, percent, setting_text, short
+from fsbarrier.wording import amount, counted, duration, one_line, percent, setting_text
 
 #: maximum numbers to show, newest first: iterations as bars, events
 BARS = 30
 EVENT_ROWS = 500
+#: charts that are shown at once; the others unfold
+FIRST_CURVES = 8
 #: maximum interruptions to show, the longest first
 INTERRUPTIONS = 5
 #: Phases below this share of the time are not listed in a legend.
 LEAST_SHARE = 0.002
 #: A bar longer than this multiple of the median is cut off at the page's edge, so that the others stay visible. Its value is beside it.
 OUTLIER = 3.0
-#: prefixes of the table columns that get curves: metrics of rollouts, evaluations, batches and updates
-MEASURED = ("rollout_", "eval_", "batch_", "update_")
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
-
-
-#: A curve's size in SVG units. It is drawn at about this size, on a desk and on a phone, so that its letters can be read.
-WIDTH, HEIGHT = 330, 190
-LEFT, RIGHT, TOP, BOTTOM = 52, 12, 14, 34
-MOST_POINTS = 600
-#: draw a dot for each point up to this many points
-FEW = 60
-
-
-@dataclass(frozen=True, slots=True)
-class Series:
-    """A curve: its name, its class in the style sheet, its points in order of x."""
-
-    name: str
-    style: str
-    points: Sequence[tuple[float, float]]
-
 
 #: a segment of a bar: its class, its tooltip, its beginning and width in per cent of the bar
 Piece = tuple[str, str, float, float]
@@ -72,8 +55,15 @@ class Table:
     left: Collection[int] = (0,)
 
 
-def page(reader: RunReader, status: RunStatus, *, with_samples: bool = True) -> str:
-    """The whole report. `with_samples`: include some prompts and answers."""
+#: a run's reader and its status
+Run = tuple[RunReader, RunStatus]
+
+
+def page(
+    reader: RunReader, status: RunStatus, *, with_samples: bool = True, compared: Run | None = None
+) -> str:
+    """The whole report. `with_samples`: include some prompts and answers. `compared`: a second run, whose curves and settings are shown
+    beside those of the first one."""
     import jinja2
 
     finished = status.finished_times
@@ -81,16 +71,19 @@ def page(reader: RunReader, status: RunStatus, *, with_samples: bool = True) -> 
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["line"] = one_line
-    folder = Path(status.log_path)
+    other = {_named(compared[1]): iteration_rows(*compared)} if compared is not None else {}
     shown_times = finished[-BARS:]
     barred = {timing.iteration for timing in shown_times}
     spans = [span for span in reader.spans() if span.iteration in barred]
     html = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        name=f"{folder.parent.name}/{folder.name}".lstrip("/"),
+        name=_named(status),
         status=status,
         facts=_facts(reader, status),
         tiles=tiles(status, finished, reader),
-        curves=_curves(reader, status),
+        curves=curves({_named(status, compared): iteration_rows(reader, status), **other}),
+        first_curves=FIRST_CURVES,
+        compared=_difference(reader, *compared) if compared is not None else None,
+        draws=_draws(status.draws) if status.draws is not None else None,
         samples=samples(reader.paths, status.iteration) if with_samples else [],
         phases=_legend(shown_times),
         times=_times(shown_times),
@@ -107,6 +100,13 @@ def page(reader: RunReader, status: RunStatus, *, with_samples: bool = True) -> 
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
     )
     return re.sub(r"[\x00-\x09\x0b-\x1f\x7f]", "", html)
+
+
+def _named(status: RunStatus, other: Run | None = None) -> str:
+    """A run by its folder and the folder of that; with the run's id if that is also the name of `other`."""
+    folder = Path(status.log_path)
+    name = f"{folder.parent.name}/{folder.name}".lstrip("/")
+    return f"{name} {status.run_id}" if other is not None and _named(other[1]) == name else name
 
 
 # --- top --------------------------------------------------------------------------------------------------------------------
@@ -151,45 +151,13 @@ def tiles(
     return tiles
 
 
-# --- learning ---------------------------------------------------------------------------------------------------------------
+# --- tasks ------------------------------------------------------------------------------------------------------------------
 
 
-def _curves(reader: RunReader, status: RunStatus) -> list[tuple[str, str, str]]:
-    """(title, newest value, chart) of the rewards, and of each metric that is not always 0, by its name in the table.
-
-    The evaluation of a session's last policy counts for the iteration that would begin with it.
-    """
-    rows, curves = iteration_rows(reader, status), []
-    columns = [*next(iter(rows.values()), {})]
-    metrics = [
-        column for column in columns if column.startswith(MEASURED) and not column.endswith(("_se", "_s"))
-    ]
-    rewards = {"train": "train_reward", "held-out": "test_reward"}
-    for title, named in {"reward": rewards, **{metric: {metric: metric} for metric in metrics}}.items():
-        series = [
-            Series(name, "test" if column.startswith(("test", "eval")) else "train", points)
-            for name, column in named.items()
-            if (points := _points(rows, column))
-        ]
-        if any(value for line in series for _, value in line.points):
-            newest = ", ".join(
-                f"{line.name} " * (len(series) > 1) + f"{_newest(line.points[-1][1])}" for line in series
-            )
-            error = "eval_reward_se" if named is rewards else f"{title}_se"
-            if deviations := _points(rows, error):
-                newest += f" ± {amount(deviations[-1][1])}"
-            curves.append((title.replace("_", " "), newest, line_chart(series)))
-    return curves
-
-
-def _newest(value: float) -> str:
-    """Format with three digits, and large numbers in full: 0.123, 15,500."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
-def _points(rows: Mapping[int, Row], column: str) -> list[tuple[float, float]]:
-    points = ((float(iteration), row.get(column)) for iteration, row in rows.items())
-    return [(iteration, value) for iteration, value in points if isinstance(value, int | float)]
+def _draws(draws: Draws) -> tuple[str, Table]:
+    """What became of the drawn tasks, in a sentence and by how often they were drawn and finished."""
+    rows = [tuple(str(number) for number in row) for row in draws.counts]
+    return draws_text(draws), Table(("times drawn", "times trained", "tasks"), rows, left=())
 
 
 # --- time -------------------------------------------------------------------------------------------------------------------
@@ -224,6 +192,13 @@ def _times(times: Sequence[IterationTime]) -> list[Bar]:
     return bars
 
 
+def piece(style: str, name: str, begin_s: float, seconds: float, whole_s: float) -> Piece:
+    """A segment of a bar that stands for `whole_s` seconds and ends with them."""
+    begin = min(100.0, 100 * begin_s / whole_s)
+    width = min(100.0 - begin, 100 * seconds / whole_s)
+    return style, f"{name} {duration(seconds)}", round(begin, 3), round(width, 3)
+
+
 # --- tables -----------------------------------------------------------------------------------------------------------------
 
 
@@ -249,68 +224,16 @@ def _settings(reader: RunReader) -> Table:
     return Table(("setting", "value"), [(key, setting_text(value)) for key, value in values], left=(0, 1))
 
 
-# --- charts: curves as inline SVG, bars as widths in per cent. Colours come from the page's style sheet. ------------------------
-
-
-def piece(style: str, name: str, begin_s: float, seconds: float, whole_s: float) -> Piece:
-    """A segment of a bar that stands for `whole_s` seconds and ends with them."""
-    begin = min(100.0, 100 * begin_s / whole_s)
-    width = min(100.0 - begin, 100 * seconds / whole_s)
-    return style, f"{name} {duration(seconds)}", round(begin, 3), round(width, 3)
-
-
-def ticks(low: float, high: float, about: int) -> list[float]:
-    """Round axis values that cover `low` to `high`."""
-    span = high - low if high > low else abs(high) or 1.0
-    raw = span / about
-    scale = 10.0 ** math.floor(math.log10(raw))
-    step = next(scale * factor for factor in (1, 2, 2.5, 5, 10) if scale * factor >= raw * 0.999)
-    first = math.floor(low / step + 1e-9)
-    last = max(first + 1, math.ceil(high / step - 1e-9))
-    # Use as many digits as the step needs, which may be as small as a learning rate.
-    digits = max(0, 2 - math.floor(math.log10(step)))
-    return [round(number * step, digits) for number in range(first, last + 1)]
-
-
-def line_chart(series: Sequence[Series]) -> str:
-    """A line chart over iterations."""
-    points = [point for line in series for point in line.points]
-    low, high = min(y for _, y in points), max(y for _, y in points)
-    if 0 <= low <= 0.6 * high or low == high > 0:
-        low = 0.0
-    y_ticks = ticks(low, high, 3)
-    x_low, x_high = min(x for x, _ in points), max(x for x, _ in points)
-    margin = 0.02 * (x_high - x_low) or 0.5
-
-    def x_of(x: float) -> float:
-        return LEFT + (x - x_low + margin) / (x_high - x_low + 2 * margin) * (WIDTH - LEFT - RIGHT)
-
-    def y_of(y: float) -> float:
-        return TOP + (y_ticks[-1] - y) / (y_ticks[-1] - y_ticks[0]) * (HEIGHT - TOP - BOTTOM)
-
-    body = []
-
-    def write(x: float, y: float, text: str, anchor: str = "middle") -> None:
-        body.append(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>')
-
-    for y in y_ticks:
-        body.append(
-            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y_of(y):.1f}" y2="{y_of(y):.1f}"/>'
-        )
-        write(LEFT - 6, y_of(y) + 4, short(y) if abs(y) >= 1000 else f"{y:g}", "end")
-    for x in ticks(x_low, x_high, 4):
-        if x == int(x) and x_low <= x <= x_high:
-            write(x_of(x), HEIGHT - BOTTOM + 16, f"{x:g}")
-    write((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 3, "iteration")
-    for line in series:
-        stride = max(1, math.ceil(len(line.points) / MOST_POINTS))
-        path = " ".join(
-            f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in [*line.points[:-1:stride], line.points[-1]]
-        )
-        body.append(f'<polyline class="curve {line.style}" points="{path}"/>')
-        for x, y in line.points if len(line.points) <= FEW else ():
-            title = f"<title>{escape(line.name)} {_newest(y)} ({x:g})</title>"
-            at = f'cx="{x_of(x):.1f}" cy="{y_of(y):.1f}"'
-            body.append(f'<circle class="dot {line.style}" {at} r="3">{title}</circle>')
-    label = escape(f"{' and '.join(line.name for line in series)} by iteration", quote=True)
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(body)}</svg>'
+def _difference(reader: RunReader, other: RunReader, status: RunStatus) -> tuple[str, str, Table]:
+    """The name and the state of a second run, and the settings in which it differs."""
+    ours, theirs = (dict(leaves(shown(one.settings.as_json()))) for one in (reader, other))
+    differ = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    rows = [
+        (name, *(setting_text(one[name]) if name in one else "–" for one in (ours, theirs)))
+        for name in differ
+    ]
+    return (
+        _named(status),
+        _facts(other, status),
+        Table(("setting", "this run", "the other"), rows, left=(0, 1, 2)),
+    )

@@ -38,12 +38,19 @@ def samples(paths: RunPaths, newest: int) -> list[SplitSamples]:
     return [shown for split in SPLITS if (shown := _split(paths, split, newest))]
 
 
-def _split(paths: RunPaths, split: str, newest: int) -> SplitSamples | None:
+def of_iteration(paths: RunPaths, iteration: int) -> dict[str, SplitSamples]:
+    """By split: the samples of this iteration, if it has a merged file."""
+    found = {split: _split(paths, split, iteration, oldest=iteration) for split in SPLITS}
+    return {split: one for split, one in found.items() if one is not None}
+
+
+def _split(paths: RunPaths, split: str, newest: int, oldest: int = 1) -> SplitSamples | None:
     folder = paths.trajectories(split)
     merges = MERGED.parse_all(os.listdir(folder)) if folder.is_dir() else []
     # `newest` comes from a journal, and may be any number.
     iteration = max(
-        (merge.iteration for merge in merges if merge.split == split and merge.iteration <= newest), default=0
+        (merge.iteration for merge in merges if merge.split == split and oldest <= merge.iteration <= newest),
+        default=0,
     )
     if not iteration:
         return None

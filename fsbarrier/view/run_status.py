@@ -17,7 +17,7 @@ from fsbarrier.rundir.journal import text
 from fsbarrier.rundir.logs import log_folders
 from fsbarrier.rundir.names import MERGED
 from fsbarrier.view.event_wording import TRAIN_ROLLOUT
-from fsbarrier.view.history import Rewards
+from fsbarrier.view.history import Draws, Rewards
 from fsbarrier.view.node_status import ALIVE, WATCHED_BEATS, NodeStatus, PhaseAt, beat_s, node_status
 from fsbarrier.view.run_reader import RunReader
 from fsbarrier.view.timings import IterationTime, goodput, together
@@ -26,7 +26,7 @@ from fsbarrier.wording import duration, one_line, ranks
 #: polling interval while watching heartbeats
 LOOK_S = 0.05
 
-#: the number of newest complete iterations whose mean duration gives the estimate of the remaining time
+#: as in run/event_log.py
 NEWEST_ITERATIONS = 5
 #: Time in seconds that a new generation must cost to be shown as an interruption.
 LEAST_COST_S = 1.0
@@ -83,6 +83,8 @@ class RunStatus:
     #: productive time over wall time, in the iterations that were read; and the time lost before generations, largest first
     goodput: float | None
     interruptions: tuple[Interruption, ...]
+    #: what became of the drawn tasks, if rollouts may end before all are done
+    draws: Draws | None = None
     exit_code: int | None = None
 
     @property
@@ -166,6 +168,7 @@ def status_of(reader: RunReader, now: float) -> RunStatus:
         figures=_figures(reader, times) | (_time_left(reader, times) if state == "running" else {}),
         goodput=None if good is None else round(good.share, 4),
         interruptions=tuple(_interruptions(reader, {} if good is None else good.costs_s)),
+        draws=reader.history.draws(),
         exit_code=exit_code,
     )
 

@@ -56,6 +56,9 @@ def result_lines(status: RunStatus, times: Sequence[IterationTime], width: int) 
     yield from lines.reward_lines(status.rewards, width)
     yield from lines.time_line(times, width)
     yield from lines.figures_line(status.figures, width)
+    if status.draws is not None:
+        style = "yellow" if status.draws.never else "dim"
+        yield from lines.wrapped(("tasks: ", "dim"), lines.draws_text(status.draws), style, width, most=3)
 
 
 def _happened(reader: RunReader, width: int) -> Iterator[Text]:

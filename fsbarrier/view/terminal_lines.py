@@ -18,7 +18,7 @@ from rich.text import Text
 from fsbarrier.rundir.journal import Event
 from fsbarrier.view import event_wording
 from fsbarrier.view.event_wording import event_text
-from fsbarrier.view.history import Rewards
+from fsbarrier.view.history import Draws, Rewards
 from fsbarrier.view.run_status import RunStatus
 from fsbarrier.view.timings import IterationTime, together
 from fsbarrier.wording import (
@@ -112,7 +112,9 @@ def wrapped(lead: tuple[str, str], text: str, style: str, width: int, most: int)
 def header(status: RunStatus, width: int, elapsed_s: float | None = None) -> list[Text]:
     """Two lines: the run, by its folder's name, and its state; its position."""
     mark = "●" if status.state in ("running", "stalled") else "■"
-    state = f"{mark} {status.state}{f', exit code {status.exit_code}' if status.exit_code else ''}"
+    # A problem line says what stopped a run that was stopped.
+    code = status.exit_code if status.state != "stopped" else 0
+    state = f"{mark} {status.state}{f', exit code {code}' if code else ''}"
     right = f"{one_line(status.program)}  {status.run_id}"
     right += f"  {duration(elapsed_s)}" if elapsed_s is not None else ""
     name = Text(one_line(PurePath(status.log_path).name), "bold")
@@ -218,6 +220,17 @@ def figures_line(figures: Mapping[str, float], width: int) -> list[Text]:
             part = words.format(written(value))
             parts += [part] if cell_len(" · ".join([*parts, part])) <= width else []
     return [line((" · ".join(parts), "dim"))] if parts else []
+
+
+def draws_text(draws: Draws) -> str:
+    """How many of the drawn tasks were never trained, and which. Slow tasks are lost like this without any other sign."""
+    if not draws.never:
+        return f"each of the {counted(draws.tasks, 'drawn task')} was finished at least once"
+    named = ", ".join(draws.named)
+    more = f" and {draws.never - len(draws.named)} more" if draws.never > len(draws.named) else ""
+    return (
+        f"{draws.never} of {counted(draws.tasks, 'drawn task')} never finished, so not trained: {named}{more}"
+    )
 
 
 def event_lines(events: Iterable[Event], most: int) -> list[Text]:

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from fsbarrier.cli.commands import flags
+from fsbarrier.cli.start import preflight
 from fsbarrier.errors import UsageError
 from fsbarrier.store import files
 
@@ -20,6 +21,7 @@ FORMATS = {
 FLAGS = {
     "--out FILE": "the HTML file (default: report.html in the run directory)",
     "--no-samples": "leave out prompts and answers, for sharing the page",
+    "--compare P": "show the curves and settings of this second run beside those of the first",
     **{
         f"{flag} FILE": f"{what}; the HTML page is then written only with --out"
         for flag, what in FORMATS.items()
@@ -51,6 +53,8 @@ def main(args: argparse.Namespace) -> int:
 
     if args.out:
         refuse_another_format(args.out)
+    if args.compare and not args.out and any((args.csv, args.perfetto, args.prometheus)):
+        raise UsageError("--compare: only the HTML page shows two runs; name it with --out")
     log_path = flags.find_log_path(args)
     reader, status = look_once(log_path)
     files.set_shared_group(reader.record.settings.shared_group)
@@ -62,7 +66,8 @@ def main(args: argparse.Namespace) -> int:
     if args.prometheus:
         texts["--prometheus"] = (args.prometheus, report_formats.prometheus_text(reader, status))
     if args.out or not texts:
-        html = page(reader, status, with_samples=not args.no_samples)
+        second = look_once(preflight.absolute(args.compare)) if args.compare else None
+        html = page(reader, status, with_samples=not args.no_samples, compared=second)
         texts["--out"] = (args.out or str(log_path / "report.html"), html)
     for flag, (name, text) in texts.items():
         print(flags.write_file(flag, name, text.encode()))

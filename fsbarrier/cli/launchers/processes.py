@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fsbarrier.errors import EXIT_SIGINT
 from fsbarrier.processes.signals import Interrupted, end_once, ending_signals_handled
 from fsbarrier.rundir.names import GENERATION
 from fsbarrier.rundir.paths import RunPaths
@@ -43,7 +44,8 @@ def run_nodes(
             codes = follow(children)
             stop_all(children)
         except Interrupted as stopped:
-            stop_all(children)
+            # The nodes then say themselves that the user stopped them.
+            stop_all(children, signal.SIGINT if stopped.code == EXIT_SIGINT else signal.SIGTERM)
             at_end()
             say("all nodes have stopped; run the same command again to resume")
             return stopped.code
@@ -54,11 +56,9 @@ def run_nodes(
     return outcome(codes, say)
 
 
-def stop_all(children: Mapping[int, Child]) -> None:
-    """Stop all children in parallel and wait for them."""
-    threads = [
-        threading.Thread(target=child.stop, kwargs={"grace_s": GRACE_S}) for child in children.values()
-    ]
+def stop_all(children: Mapping[int, Child], number: int = signal.SIGTERM) -> None:
+    """Stop all children in parallel, with this signal, and wait for them."""
+    threads = [threading.Thread(target=child.stop, args=(GRACE_S, number)) for child in children.values()]
     for thread in threads:
         thread.start()
     for thread in threads:
