@@ -17,6 +17,11 @@ TYPED = re.compile(r"\s*(\./|\.venv/bin/|(fsbarrier|python3?|pip|docker|sbatch|k
 #: Command lines that a test of their own executes.
 IN_ANOTHER_TEST = {
     "python scripts/gpu_check.py": "test_gpu_check.py::test_each_mode_has_its_figures",
+    "fsbarrier eval": "test_trained.py::test_a_policy_is_evaluated_with_the_settings_of_its_run",
+    "fsbarrier chat": "test_trained.py::test_a_policy_answers_lines",
+    "fsbarrier serve --log-path": "test_trained.py::test_a_policy_is_served_until_ctrl_c",
+    "export VLLM_API_KEY=choose-a-long-one": "test_trained.py::test_the_page_about_a_server_of_ones_own",
+    "fsbarrier serve --model": "test_trained.py::test_the_page_about_a_server_of_ones_own",
     "python3 phases/environments/browser_server.py --tasks": "test_browser.py::test_the_tasks_about_the_shop_are_tasks",
 }
 #: Command lines that no test executes, and why. What they name of this repository must be there all the same.

@@ -1,13 +1,17 @@
-"""As much of a Hugging Face hub as its client needs in order to upload a folder: on loopback, in this process, kept in memory."""
+"""As much of a Hugging Face hub as its client needs in order to upload a folder, and to download one: on loopback, in this process, kept
+in memory. The name of a data set in `repositories` begins with `datasets/`."""
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any, Self
+
+COMMIT = "ab" * 20
 
 
 class Hub:
@@ -24,7 +28,12 @@ class Hub:
             def do_POST(self) -> None:
                 hub._answer(self)
 
-            do_PUT = do_GET = do_POST
+            do_PUT = do_POST
+
+            def do_GET(self) -> None:
+                hub._give(self)
+
+            do_HEAD = do_GET
 
             def log_message(self, format: str, *args: object) -> None:
                 pass
@@ -78,6 +87,33 @@ class Hub:
         request.send_header("Content-Length", str(len(data)))
         request.end_headers()
         request.wfile.write(data)
+
+    def _give(self, request: BaseHTTPRequestHandler) -> None:
+        """What a download asks: which files a repository has, and each file."""
+        path, data, status = request.path.partition("?")[0], b"", 404
+        name, _, rest = path.removeprefix("/").partition("/resolve/")
+        if path.startswith("/api/"):
+            name = path.removeprefix("/api/").removeprefix("models/").partition("/revision/")[0]
+            if name in self.repositories:
+                names = [{"rfilename": file} for file in self.repositories[name]]
+                about = {
+                    "id": name.removeprefix("datasets/"),
+                    "sha": COMMIT,
+                    "siblings": names,
+                    "private": False,
+                }
+                data, status = json.dumps({**about, "tags": [], "downloads": 0, "likes": 0}).encode(), 200
+        elif rest:
+            file = rest.partition("/")[2]
+            if file in self.repositories.get(name, {}):
+                data, status = self.repositories[name][file], 200
+        request.send_response(status)
+        request.send_header("X-Repo-Commit", COMMIT)
+        request.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')
+        request.send_header("Content-Length", str(len(data)))
+        request.end_headers()
+        if request.command == "GET":
+            request.wfile.write(data)
 
     def _commit(self, path: str, body: bytes) -> dict[str, object]:
         name = path.removeprefix("/api/models/").partition("/commit/")[0]

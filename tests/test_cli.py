@@ -274,6 +274,61 @@ def test_cuda_builds_beside_a_cpu_build_of_torch_are_refused_before_the_start(
     assert "torchcodec" not in said and not (tmp_path / "run").exists()
 
 
+def test_epochs_are_iterations_by_the_number_of_tasks(tmp_path: Path) -> None:
+    for name, count in (("train", 25), ("test", 1)):
+        lines = [json.dumps({"prompt": f"{number} + 1", "answer": "2"}) for number in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    words = ["run", "--dry-run", "--json", "--log-path", tmp_path / "run", f"--data-path={tmp_path}"]
+    words += [f"--model={demo_tasks.FOLDER}/model", "engine.max_model_len=64", "rollout.max_tokens=8"]
+
+    def last(*more: object) -> object:
+        return json.loads(typed(*words, *more).out)["settings"]["iterations"]
+
+    # The remainder of a pass is skipped.
+    assert last("--epochs", "3", "rollout.tasks=10") == 6
+    # More tasks an iteration than there are.
+    assert last("--epochs", "3", "rollout.tasks=96") == 3
+    assert "also says when to stop" in typed(*words, "--epochs", "3", "--iterations", "5", code=2).err
+    sets = ("train.sets.a.file=train.jsonl", "train.sets.b.file=test.jsonl")
+    assert "there are 2 training sets; give --iterations" in typed(*words, "--epochs", "3", *sets, code=2).err
+    weighted = typed(*words, "--epochs", "3", "train.reward_weights=0:2", code=2).err
+    assert "train.reward_weights draws tasks by their rewards" in weighted
+    assert "whole number" in typed(*words, "--epochs", "0.5", code=2).err
+
+
+def test_a_shell_completes_commands_flags_and_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def completed(*words: str) -> list[str]:
+        return typed("--complete", *words).out.split()
+
+    assert completed("sta") == ["status"] and {"eval", "rm", "jobs"} <= {*completed("")}
+    assert completed("status", "--lo") == ["--log-path"]
+    assert completed("run", "rollout.temp") == ["rollout.temperature="]
+    assert completed("run", "--rank", "") == ["auto"] and completed("run", "--log-path", "") == []
+    assert typed("--complete", "nothing", "x", code=2).out == ""
+    monkeypatch.setenv("SHELL", "/bin/tcsh")
+    assert "must be one of bash, zsh, fish" in typed("--install-completion", code=2).err
+    for variable in ("XDG_DATA_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.setenv(variable, str(tmp_path))
+    for shell in ("zsh", "fish", "bash"):
+        monkeypatch.setenv("SHELL", f"/usr/bin/{shell}")
+        assert f"it works in the next {shell}" in typed("--install-completion").out
+    script = tmp_path / "bash-completion" / "completions" / "fsbarrier"
+    (tmp_path / "fsbarrier").write_text(f'#!/bin/sh\nexec {sys.executable} -m fsbarrier "$@"\n')
+    (tmp_path / "fsbarrier").chmod(0o755)
+    typing = (
+        f"source {script}; COMP_WORDS=(fsbarrier run rollout.temp); COMP_CWORD=2; _fsbarrier; echo $COMPREPLY"
+    )
+    environ = {
+        **os.environ,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+    }
+    done = subprocess.run(["bash", "-c", typing], env=environ, capture_output=True, text=True)
+    assert done.stdout == "rollout.temperature=\n", done.stderr
+
+
 def test_an_interrupt_while_modules_are_imported_says_nothing(tmp_path: Path) -> None:
     """The first module of Python's library that the command imports late sends it."""
     (tmp_path / "difflib.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")

@@ -305,6 +305,7 @@ def test_the_commands_of_operating_and_of_trajectories(tmp_path: Path) -> None:
         cluster = stack.enter_context(Cluster(scene.folder, 2, "toy.phase_s=0", "toy.tasks=4"))
         cluster.log_path = scene.shared / "runs" / "a"
         scene.default_run.symlink_to(cluster.log_path)
+        (scene.shared / "runs" / "b").symlink_to(cluster.log_path)
         cluster.start()
         cluster.wait_for(lambda e: (e["event"], e["iteration"]) == ("phase_started", 6), deadline_s=900)
         (scene.clone / "some" / "merged" / "file").symlink_to(

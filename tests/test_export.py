@@ -16,7 +16,7 @@ from commands import Said, typed
 from hub_stand_in import Hub
 
 from fsbarrier.aggregate import Part, aggregate
-from fsbarrier.data import tables
+from fsbarrier.data import demo_tasks, tables
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.rundir import checkpoints, runrecord
 from fsbarrier.rundir.paths import RunPaths
@@ -329,3 +329,47 @@ def test_what_is_wrong_is_one_line_and_leaves_nothing(merged_run: Path, tmp_path
     said = export_table(merged_run, tmp_path / "a.jsonl", "--iteration", "1", code=2)
     assert "merge the valid groups by hand" in said.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "run", "there.jsonl"]
+
+
+# --- downloads ----------------------------------------------------------------------------------------------------------------
+
+
+def started(cache: Path, address: str, *more: object) -> subprocess.CompletedProcess[str]:
+    """A start with a model and tasks of the hub at `address`; the run ends before it needs an engine."""
+    words = ["run", "--data", "hf:me/sums", "--model", "me/tiny", "--program", "rl", "--rl-phase", "rollout"]
+    words += ["engine.max_model_len=64", "rollout.max_tokens=8", "--log-path", cache / "run", *more]
+    environ = {**os.environ, "HF_HOME": str(cache), "HF_ENDPOINT": address, "HF_TOKEN": "hf_test"}
+    command = [sys.executable, "-m", "fsbarrier", *map(str, words)]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, cwd=cache)
+
+
+@pytest.mark.torch
+def test_a_model_and_tasks_are_downloaded_only_if_the_user_says_so(tmp_path: Path) -> None:
+    task = b'{"prompt": "ab=", "answer": "ab"}\n'
+    model = {path.name: path.read_bytes() for path in (demo_tasks.FOLDER / "model").iterdir()}
+    with Hub() as hub:
+        hub.repositories = {
+            "me/tiny": {**model, "pytorch_model.bin": b"not needed"},
+            "datasets/me/sums": {"train.jsonl": task * 2, "test.jsonl": task, "README.md": b"not needed"},
+        }
+        refused = started(tmp_path, hub.url)
+        assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1
+        assert "--data-path hf:me/sums: not in the local Hugging Face cache" in refused.stderr
+        assert "--download fetches it" in refused.stderr
+        dry = started(tmp_path, hub.url, "--download", "--dry-run")
+        assert dry.returncode == 2 and "except in a dry run" in dry.stderr
+        # No engine can be reached, so the run is refused after all has been fetched.
+        fetched = started(tmp_path, hub.url, "--download", "--expect-gpus", "99")
+        assert fetched.returncode == 2 and "--expect-gpus 99" in fetched.stderr, fetched.stderr
+        assert fetched.stderr.count("downloading it from the Hugging Face Hub") == 2
+    names = {path.name for path in tmp_path.glob("hub/*/snapshots/*/*")}
+    assert {"train.jsonl", "config.json", "model.safetensors"} <= names
+    assert not names & {"pytorch_model.bin", "README.md"}
+    # From now on the cache has them: no flag and no network.
+    shown = started(tmp_path, "http://127.0.0.1:1", "--dry-run")
+    assert shown.returncode == 0 and "snapshots" in shown.stdout, shown.stderr
+    (tmp_path / "none").mkdir()
+    nobody = started(tmp_path / "none", "http://127.0.0.1:1", "--download")
+    assert nobody.returncode == 2
+    assert "--data-path hf:me/sums: cannot be downloaded: " in nobody.stderr.splitlines()[-1]
+    assert "Traceback" not in nobody.stderr

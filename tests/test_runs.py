@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from commands import typed
 from fake_run import FakeRun, long_run
+from test_status import beating
 
 QUICK = {"coordination.beat_s": 0.05}
 
@@ -64,3 +66,56 @@ def test_many_runs_are_listed_by_a_fresh_process(tmp_path: Path) -> None:
     words = [sys.executable, "-c", code, "runs", "--json", str(tmp_path)]
     ended = subprocess.run(words, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
     assert (ended.returncode, len(json.loads(ended.stdout or "[]"))) == (0, 16), ended.stderr
+
+
+# --- removing runs ----------------------------------------------------------------------------------------------------------
+
+
+def test_rm_removes_what_fsbarrier_made_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = long_run(tmp_path / "run", 2, lose_at=None, extra=QUICK).log_path
+    outside = tmp_path / "precious"
+    outside.mkdir()
+    (outside / "data").write_text("x" * 5000)
+    # The served policy is a link, and so may be anything else in there.
+    (run / "model.pt").symlink_to(outside)
+    (run / "checkpoints").mkdir(exist_ok=True)
+    (run / "checkpoints" / "policy-000009.g0001").symlink_to(outside)
+    (run / "notes.txt").write_text("mine")
+    typed("report", run)
+    shown = typed("rm", run, "--dry-run").out
+    assert "run.json" in shown and "report.html" in shown and "stays: notes.txt" in shown
+    assert shown.endswith("nothing was removed\n")
+    assert "give --yes" in typed("rm", run, code=2).err
+    assert "drop one of the two" in typed("rm", run, "--yes", "--dry-run", code=2).err
+    assert "give --yes or --dry-run with it" in typed("rm", run, "--json", code=2).err
+    for answer, removed in (("n\n", False), ("y\n", True)):
+        monkeypatch.setattr("sys.stdin", _Terminal(answer))
+        said = typed("rm", "--log-path", run).out
+        assert ("freed" in said) is removed
+    assert [path.name for path in run.iterdir()] == ["notes.txt"]
+    assert (outside / "data").read_text() == "x" * 5000
+    assert "no run there" in typed("rm", run, code=2).err
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_rm_refuses_a_live_run(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run", nodes=1, extra=QUICK)
+    run.start(0)
+    run.beat(0, 5)
+    stop = beating(run, (0,), (1, 1))
+    try:
+        said = typed("rm", run.log_path, "--yes", code=2).err
+    finally:
+        stop.set()
+    assert "is in use by node 0" in said and run.paths.record.exists()
+    # A link to a run stays; the run is gone without a word to its folder.
+    ended = long_run(tmp_path / "ended", 1, lose_at=None, extra=QUICK).log_path
+    (tmp_path / "link").symlink_to(ended)
+    told = json.loads(typed("rm", tmp_path / "link", "--yes", "--json").out)
+    assert told["removed"] and told["bytes"] > 4096 and told["stays"] == [] and not ended.exists()

@@ -33,6 +33,7 @@ class Stand:
     def start(self): self.say(start=self.arguments)
     def store_init_configuration(self, values): self.say(config=len(values))
     def log(self, values, step, **more): self.say(step=step, values=values)
+    def log_table(self, name, columns, data, step, commit): self.say(table=name, of=step, columns=columns, data=data)
     def finish(self): self.say(finish=True)
     def say(self, **what):
         what["secret"], what["rank"] = os.environ.get("WANDB_API_KEY"), os.environ.get("RANK")
@@ -40,6 +41,9 @@ class Stand:
             stream.write(json.dumps(what) + "\\n")
 
 class Failing(Stand):
+    class writer:
+        add_text = staticmethod(lambda tag, text, step: None)
+
     def log(self, values, step):
         if not os.path.exists(os.environ["HEARD"] + ".mended"):
             raise ConnectionError("no route to host")
@@ -105,7 +109,7 @@ def test_every_iteration_is_told_once_whoever_leads(tmp_path: Path) -> None:
         "--rl-phase",
         "rollout",
         "tracker.names=wandb,tensorboard",
-        "tracker.project=mine",
+        *("tracker.project=mine", "tracker.run_name=my first/run", "tracker.samples=true"),
         real=True,
     ) as cluster:
         cluster.env = {0: env, 1: env}
@@ -125,7 +129,13 @@ def test_every_iteration_is_told_once_whoever_leads(tmp_path: Path) -> None:
     lines = heard(tmp_path)
     assert {(line["secret"], line["rank"]) for line in lines} == {("k", None)}
     starts = [line["start"] for line in lines if "start" in line]
-    of_wandb = [s for s in starts if s.get("name") == run_id]
+    of_wandb = [s for s in starts if s.get("name") == "my first/run"]
+    assert {s["run_name"] for s in starts if "logging_dir" in s} == {"my_first_run"}
+    tables = [line for line in lines if "table" in line]
+    assert tables[0]["columns"] == ["iteration", "split", "which", "about", "messages"]
+    assert all(
+        row[0] == str(one["of"]) and row[4].startswith("user: task ") for one in tables for row in one["data"]
+    )
     assert (of_wandb[0]["run_name"], of_wandb[0]["id"], of_wandb[0]["resume"]) == ("mine", run_id, "allow")
     assert len(of_wandb) == 2 and of_wandb[0] == of_wandb[1]
     steps = [line["step"] for line in lines if "step" in line]

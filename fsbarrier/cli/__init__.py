@@ -6,6 +6,7 @@ Imports only the requested command. The summaries for --help are listed here so 
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import cast
@@ -28,6 +29,10 @@ USERS = {
     "runs": "list the runs in a folder",
     "report": "write a run's metrics to a file",
     "export": "export a policy as a Hugging Face model folder, or trajectories as a table",
+    "eval": "evaluate a trained policy on held-out tasks, with the run's settings",
+    "serve": "serve a trained policy, or a model, over an OpenAI-compatible API on this machine",
+    "chat": "talk to a trained policy",
+    "rm": "remove a run that has ended",
     "recover": "after a disaster: check what each rank left, and repair the run",
     "aggregate": "merge the ranks' trajectory files by hand",
     "doctor": "check whether a filesystem and the nodes can support a run",
@@ -57,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run_command.show(overview())
     if arguments[0] == "--version":
         return run_command.show(f"fsbarrier {fsbarrier.__version__}\n")
+    if arguments[0] in ("--complete", "--install-completion"):
+        return _completion(arguments)
     if arguments[0] == "run" and arguments[1:2] and arguments[1] in COMMANDS:
         # A user typed `./run.sh COMMAND`, but run.sh only supports `run`.
         other = f"fsbarrier {arguments[1]}"
@@ -66,6 +73,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(run_command.error_text(error), file=sys.stderr)
         return error.exit_code
     return run_command.run(arguments[0], arguments[1:], load_command)
+
+
+def _completion(arguments: Sequence[str]) -> int:
+    """`--install-completion`, and `--complete WORDS`, which the script that it writes calls."""
+    from fsbarrier.cli import completion
+
+    try:
+        if arguments[0] == completion.INSTALL:
+            return run_command.show(completion.install(os.environ))
+        found = completion.candidates(arguments[1:], [*COMMANDS], load_command)
+        return run_command.show("".join(f"{word}\n" for word in found))
+    except UsageError as error:
+        print(run_command.error_text(error), file=sys.stderr)
+        return error.exit_code
 
 
 def overview() -> str:
@@ -82,6 +103,7 @@ def overview() -> str:
         "",
         "example: fsbarrier run --demo",
         "`fsbarrier COMMAND --help` explains a command; docs/settings.md lists every setting.",
+        "`fsbarrier --install-completion` makes your shell complete commands, flags and settings.",
     ]
     return "\n".join(lines) + "\n"
 

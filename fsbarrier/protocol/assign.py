@@ -21,9 +21,14 @@ def sample_tasks(total: int, count: int, *, seed: int | str, iteration: int) -> 
     return [*_sampled(total, count, seed, iteration)]
 
 
+def iterations_of_a_pass(total: int, count: int) -> int:
+    """How many iterations of `count` tasks (0 = all) a pass over `total` tasks takes."""
+    return max(1, total // count) if count > 0 else 1
+
+
 @lru_cache(maxsize=8)
 def _sampled(total: int, count: int, seed: int | str, iteration: int) -> tuple[int, ...]:
-    data_pass, piece = divmod(iteration - 1, total // count)
+    data_pass, piece = divmod(iteration - 1, iterations_of_a_pass(total, count))
     order = list(range(total))
     random.Random(f"{seed}:{data_pass}").shuffle(order)
     return tuple(order[piece * count : (piece + 1) * count])

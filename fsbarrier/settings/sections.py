@@ -577,6 +577,10 @@ class TrackerSettings(Section):
     names: EachSession[Trackers] = ()
     #: Project (or experiment) under which the run is listed.
     project: EachSession[Name] = "fsbarrier"
+    #: The name under which trackers show the run; none: the run's id.
+    run_name: Name | None = None
+    #: Also send sample answers of each iteration as a table: the best and the worst, with their prompts, as in the report.
+    samples: EachSession[bool] = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -602,12 +606,15 @@ class ToySettings(Section):
 class Settings(Section):
     """All settings of a run."""
 
-    #: Folder with train and test as .jsonl or .parquet; none: use the built-in task.
+    #: Folder with train and test as .jsonl or .parquet, or `hf:ORG/NAME`, a data set on the Hugging Face Hub that is in the local
+    #: cache or downloaded; none: use the built-in task.
     data_path: Name | None = None
     #: The run directory, the same on all nodes.
     log_path: EachStart[Name | None] = None
     #: Hugging Face model: a folder, a folder inside the data path, or the name of a model in the local cache.
     model: Name | None = None
+    #: Fetch a model `ORG/NAME`, or tasks `hf:ORG/NAME`, that are not in the local Hugging Face cache from the hub.
+    download: EachStart[bool] = False
     #: Start from a policy of another run instead of `model`: `RUN_DIRECTORY@VERSION`, or `RUN_DIRECTORY` for the version it currently
     #: serves.
     init_from: Name | None = None
@@ -635,6 +642,9 @@ class Settings(Section):
     debug_mode: bool = False
     #: Stop after this iteration; none: run until stopped. Each start of node 0 may give a new number.
     iterations: EachStart[Count | None] = None
+    #: Stop after this many passes over the training tasks, instead of naming the last iteration. A pass has as many iterations as
+    #: `rollout.tasks` fits into the number of tasks.
+    epochs: EachStart[Count | None] = None
     #: Give the owner's group read and write access to the run directory (modes 0770 and 0660).
     shared_group: bool = False
     #: Trust a mount that sets all modes itself (such as Azure Files: 0777), because nobody else can write to its export.

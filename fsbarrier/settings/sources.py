@@ -18,9 +18,10 @@ from fsbarrier.settings.value_types import Kind
 
 #: The settings that are flags too, each with the metavar of its value and its help. The setting defines its type and meaning.
 RUN_FLAGS = {
-    "--data-path P": "read-only shared data: train and test as .jsonl or .parquet, and a model cache",
+    "--data-path --data P": "read-only shared data: train and test as .jsonl or .parquet, and a model cache; or hf:ORG/NAME",
     "--log-path P": "the run directory, the same on all nodes (default: $FSBARRIER_LOG_PATH, else runs/default)",
-    "--model M": "Hugging Face model: a folder, or a name in the data path or the local cache; nothing is downloaded",
+    "--model M": "Hugging Face model: a folder, or a name in the data path or the local cache",
+    "--download": "fetch a model ORG/NAME, or tasks hf:ORG/NAME, that are not in the local cache from the Hugging Face Hub",
     "--program NAME|FILE.py": "the program of an iteration: rl (default), sft, toy, ping, or your own file",
     "--rl-phase rollout|update|both": "run phases 0-6, 7-13, or all (default)",
     "--rollout-split train-only|eval-only": "with --rl-phase rollout: only the training rollout, or only the evaluation",
@@ -32,12 +33,15 @@ RUN_FLAGS = {
     "--allow-idle": "start although the placement leaves accelerators without a role",
     "--on-node-failure shrink|wait|abort": "continue with the other nodes (default), wait for the node, or end the run",
     "--iterations N": "stop after iteration N (default: run until stopped)",
+    "--epochs N": "stop after N passes over the training tasks, instead of --iterations",
     "--debug-mode": "do not start or stop vLLM; use the server that is already running (engine.url)",
     "--shared-group": "give the owner's group read and write access to the run directory",
     "--trust-mount": "trust a mount that sets all modes itself, as Azure Files does: nobody else can write to its export",
 }
 #: their names
 FLAGS = tuple(flag.split()[0] for flag in RUN_FLAGS)
+#: begins the data path if the tasks are a data set on the Hugging Face Hub
+DATA_ON_HUB = "hf:"
 #: flags of `run` that are no settings
 NODE_FLAGS = ("--master", "--worker", "--demo", "--dry-run", "--resume", "--config")
 

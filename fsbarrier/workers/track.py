@@ -10,12 +10,14 @@ Only this module loads accelerate and the trackers' packages.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,12 +31,15 @@ from fsbarrier.settings.sections import Settings, TrackerSettings
 from fsbarrier.specs import TrackSpec
 from fsbarrier.store import files, reading
 from fsbarrier.view.report_formats import csv_table, iteration_rows
+from fsbarrier.view.report_samples import of_iteration
 from fsbarrier.view.run_reader import RunReader
 from fsbarrier.view.run_status import REPORT_BYTES, status_of
 
 #: low priority, so that training is not slowed down
 NICENESS = 10
 MESSAGE_BYTES = 64
+#: the table of sample answers
+COLUMNS = ("iteration", "split", "which", "about", "messages")
 
 
 @dataclass
@@ -62,19 +67,56 @@ class TrackerState:
 class OneTracker:
     """A tracker, started when it first receives metrics."""
 
-    def __init__(self, name: str, project: str, run_id: str, folder: Path, config: dict[str, Any]) -> None:
-        self.name, self._project, self._run_id = name, project, run_id
+    def __init__(
+        self,
+        name: str,
+        project: str,
+        run_id: str,
+        folder: Path,
+        config: dict[str, Any],
+        run_name: str | None = None,
+    ) -> None:
+        self.name, self._project, self._run_id, self._run_name = name, project, run_id, run_name or run_id
         self._folder, self._config = folder, config
         self._tracker: Any = None
         self.failed = ""
 
-    def log(self, values: dict[str, float], iteration: int, progress: TrackerState) -> None:
-        """Log one iteration. Raises whatever the tracker's package raises."""
+    def log(
+        self,
+        values: dict[str, float],
+        iteration: int,
+        progress: TrackerState,
+        answers: Sequence[Sequence[str]] = (),
+    ) -> None:
+        """Log one iteration, with rows of sample answers. Raises whatever the tracker's package raises."""
         if self._tracker is None:
             self._start(progress)
+        if answers:
+            self._log_samples(answers, iteration)
         # Without commit, W&B would buffer the values until the next step and lose them if the process dies.
         more = {"commit": True} if self.name == "wandb" else {}
         self._tracker.log(values, step=iteration, **more)
+
+    def _log_samples(self, answers: Sequence[Sequence[str]], iteration: int) -> None:
+        rows = [[str(iteration), *row] for row in answers]
+        match self.name:
+            case "wandb":
+                # The metrics, which follow, end this step.
+                self._tracker.log_table(
+                    "samples", columns=[*COLUMNS], data=rows, step=iteration, commit=False
+                )
+            case "mlflow":
+                mlflow: Any = importlib.import_module("mlflow")
+                table = {name: [row[number] for row in rows] for number, name in enumerate(COLUMNS)}
+                mlflow.log_table(
+                    table, artifact_file="samples.json", run_id=self._tracker.tracker.info.run_id
+                )
+            case _:
+                # TensorBoard shows text as Markdown, in which an indented block is verbatim.
+                text = "\n\n".join(
+                    f"**{label}** {facts}\n\n{_indented(said)}" for _, _, label, facts, said in rows
+                )
+                self._tracker.writer.add_text("samples", text, iteration)
 
     def _start(self, progress: TrackerState) -> None:
         from accelerate.state import PartialState
@@ -96,16 +138,18 @@ class OneTracker:
 
     def _arguments(self, known: str | None) -> dict[str, Any]:
         """Arguments that make restarts continue the same run, and keep all files below the run directory."""
-        run, own = self._run_id, str(self._folder / self.name)
+        own, shown_as = str(self._folder / self.name), self._run_name
         match self.name:
             case "tensorboard":
-                return {"run_name": run, "logging_dir": own}
+                # Its name is that of a folder.
+                return {"run_name": re.sub(r"[^\w.-]", "_", shown_as).lstrip("."), "logging_dir": own}
             case "wandb":
-                return {"run_name": self._project, "id": run, "name": run, "resume": "allow", "dir": own}
+                about = {"id": self._run_id, "name": shown_as, "resume": "allow", "dir": own}
+                return {"run_name": self._project, **about}
             case "mlflow":
                 if "MLFLOW_TRACKING_URI" not in os.environ:
                     os.environ |= {"MLFLOW_TRACKING_URI": f"file:{own}", "MLFLOW_ALLOW_FILE_STORE": "true"}
-                return {"experiment_name": self._project, "run_name": run, "run_id": known}
+                return {"experiment_name": self._project, "run_name": shown_as, "run_id": known}
             case other:
                 raise ValueError(other)
 
@@ -127,14 +171,18 @@ class Trackers:
         run_id = self._reader.record.run_id
         config = dict(leaves(shown(self._reader.record.settings.as_json())))
         self._trackers = [
-            OneTracker(name, settings.project, run_id, self._folder, config) for name in settings.names
+            OneTracker(name, settings.project, run_id, self._folder, config, settings.run_name)
+            for name in settings.names
         ]
+        self._sends_samples = settings.samples
 
     def bring(self, iteration: int) -> None:
         """Log all iterations up to this one to every tracker. Raises OSError, ValueError."""
         self._reader.poll(time.monotonic())
         status = status_of(self._reader, time.monotonic())
         rows = {number: _numbers(row) for number, row in iteration_rows(self._reader, status).items()}
+        # Of earlier iterations there may be no trajectories any more.
+        answers = _sample_rows(self._reader, iteration) if self._sends_samples else []
         for tracker in self._trackers:
             known = self._progress.through.get(tracker.name, 0)
             for number in sorted(n for n in rows if known < n <= iteration):
@@ -144,7 +192,7 @@ class Trackers:
                 if number == iteration and last is not None:
                     # If the run continues, the next iteration evaluates the same policy again, under the usual name.
                     values |= {"last_policy/test_reward": last}
-                if not self._logged(tracker, values, number):
+                if not self._logged(tracker, values, number, answers if number == iteration else []):
                     break
                 self._progress.through[tracker.name] = number
                 self._progress.write(self._file)
@@ -156,9 +204,11 @@ class Trackers:
         following = self._reader.history.results().get(iteration + 1, ())
         return any(event.fields.get("final") is True for event in following)
 
-    def _logged(self, tracker: OneTracker, values: dict[str, float], iteration: int) -> bool:
+    def _logged(
+        self, tracker: OneTracker, values: dict[str, float], iteration: int, answers: Sequence[Sequence[str]]
+    ) -> bool:
         try:
-            tracker.log(values, iteration, self._progress)
+            tracker.log(values, iteration, self._progress, answers)
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             if not tracker.failed:
@@ -179,6 +229,20 @@ class Trackers:
 def _numbers(row: Mapping[str, object]) -> dict[str, float]:
     """The numbers in a row of the table of iterations."""
     return {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
+
+
+def _sample_rows(reader: RunReader, iteration: int) -> list[list[str]]:
+    """The report's sample answers of this iteration, as rows of `COLUMNS` without the first."""
+    rows = []
+    for split, (_, found, _) in of_iteration(reader.paths, iteration).items():
+        for label, facts, messages, _ in found:
+            said = "\n".join(f"{role}: {text}" for role, text, _ in messages)
+            rows.append([split, label, facts, said])
+    return rows
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.split("\n"))
 
 
 def work(given: JsonObject, settings: Settings, progress: ProgressWriter) -> None:

@@ -116,6 +116,13 @@ def add_log_path(parser: argparse.ArgumentParser) -> None:
     add(parser, {"--log-path P": RUN_FLAGS["--log-path P"].replace(", the same on all nodes", "")})
 
 
+def take_settings(args: argparse.Namespace) -> None:
+    """Of a command that takes a run's folder and `key=value` words: the first word may be one of these, and no folder."""
+    if args.run_folder and "=" in args.run_folder and not Path(args.run_folder).exists():
+        args.settings.insert(0, args.run_folder)
+        args.run_folder = None
+
+
 def find_log_path(args: argparse.Namespace) -> Path:
     """The run directory selected by the flags or the argument; it need not exist. Raises UsageError."""
     folder = getattr(args, "run_folder", None)
@@ -124,6 +131,13 @@ def find_log_path(args: argparse.Namespace) -> Path:
     if folder:
         return preflight.absolute(folder)
     return preflight.absolute(args.log_path) if args.log_path else preflight.default_log_path(os.environ)
+
+
+#: the flags of commands that load a run's program or follow its settings
+TRUST = {
+    "--shared-group": "trust the owner's group, whose members can write to the run, with your account",
+    "--trust-mount": "trust a mount that sets all modes itself: nobody else can write to its export",
+}
 
 
 def find_own_run(args: argparse.Namespace) -> RunRecord:

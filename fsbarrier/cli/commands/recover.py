@@ -25,8 +25,7 @@ FLAGS = {
     "--aggregate": "merge the valid files",
     "--allow-partial": "with --aggregate: merge even if tasks are missing, and record that in the result",
     "--dry-run": "show what would be done without changing anything",
-    "--shared-group": "trust the owner's group, whose members can write to the run, with your account",
-    "--trust-mount": "trust a mount that sets all modes itself: nobody else can write to its export",
+    **flags.TRUST,
     "--json": "print JSON",
 }
 

@@ -23,6 +23,8 @@ from fsbarrier.store.local_folders import scratch_dir, user_dir
 from fsbarrier.wording import counted
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from fsbarrier.cli.start.begin import Start
 
 Say = Callable[[str], None]
@@ -50,6 +52,18 @@ def run_all(
 
         return dryrun.show(start.record, start.settings, as_json=args.json)
     log_path = start.record.log_path
+    return run_started(start, environ, say, lambda: print_summary(log_path))
+
+
+def run_started(
+    start: Start,
+    environ: Mapping[str, str],
+    say: Say,
+    at_end: Callable[[], None],
+    output: Console | None = None,
+) -> int:
+    """Run all nodes of a run that has been validated; returns one exit code for all. `output`: where the run is shown (default: stdout)."""
+    log_path = start.record.log_path
     generation = coming_generation(log_path)
     with scratch_dir(user_dir(), "launch") as private:
 
@@ -61,9 +75,9 @@ def run_all(
 
         return run_nodes(
             start_nodes,
-            lambda children: _follow(log_path, generation, children, say),
+            lambda children: _follow(log_path, generation, children, say, output),
             say,
-            lambda: print_summary(log_path),
+            at_end,
         )
 
 
@@ -97,11 +111,13 @@ def _start(start: Start, environ: Mapping[str, str], children: Children, secret:
     return logs
 
 
-def _follow(log_path: Path, generation: Path, children: Children, say: Say) -> Mapping[int, int]:
+def _follow(
+    log_path: Path, generation: Path, children: Children, say: Say, output: Console | None
+) -> Mapping[int, int]:
     """Show the run live until all nodes have ended. Returns the exit codes of the nodes that ended by themselves."""
     from fsbarrier.view.live_view import follow
 
-    follow(log_path, children, failed=lambda: failed_to_begin(children, generation))
+    follow(log_path, children, failed=lambda: failed_to_begin(children, generation), output=output)
     codes = {rank: code for rank, child in children.items() if (code := child.poll()) is not None}
     ended_by_itself = len(codes) == len(children)
     for rank, code in codes.items():

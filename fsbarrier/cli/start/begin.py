@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from fsbarrier.cli.start import model_folder, policy_export, preflight, ranks, task_files
+from fsbarrier.cli.start import hub, model_folder, policy_export, preflight, ranks, task_files
 from fsbarrier.cli.start.node_checks import check_node, check_used, exposed, unconfined
 from fsbarrier.cli.start.policy_export import VersionToExport
 from fsbarrier.data import demo_tasks
@@ -22,8 +22,10 @@ from fsbarrier.engine.answer_format import Parsers
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.loader import load_program
 from fsbarrier.program import Program
+from fsbarrier.protocol.assign import iterations_of_a_pass
 from fsbarrier.protocol.membership import JOIN_TIMEOUT_S
 from fsbarrier.protocol.situation import MASTER
+from fsbarrier.rollouts.sharing import training_sets
 from fsbarrier.rundir import runrecord, session_settings
 from fsbarrier.rundir.paths import RunPaths
 from fsbarrier.rundir.runrecord import RunRecord, TaskSource
@@ -84,6 +86,8 @@ def begin(request: Request, say: Say = lambda line: None) -> Start:
     preflight.check_log_path(log_path)
     asked = _Asked(request, chosen, typed, log_path, say)
     asked.check_trusted()
+    typed, chosen = hub.with_downloads(typed, chosen, request.environ, say, dry_run=request.dry_run)
+    asked = replace(asked, typed=typed, chosen=chosen)
     if (count := _launchers_count(request, chosen, there=runrecord.exists(log_path))) is not None:
         chosen["num_nodes"] = ChosenValue("num_nodes", count.value, count.source)
         asked = replace(asked, typed=replace(typed, num_nodes=count.value))
@@ -222,6 +226,7 @@ def _create(asked: _Asked, rank: ranks.Choice | None) -> Start:
     asked.check_rank(rank, settings.num_nodes)
     asked.check_this_node(settings, program)
     tasks, model = _inputs(settings, program, asked, demo_tasks.FOLDER if is_demo else None)
+    settings = replace(settings, iterations=_last_iteration(settings, tasks, asked))
     if is_demo:
         # The run gets a copy.
         model = settings.model
@@ -245,6 +250,25 @@ def _create(asked: _Asked, rank: ranks.Choice | None) -> Start:
         return _join(asked, published, rank)
     asked.check_trusted()
     return Start(record, settings, 0, settings.iterations, created=True)
+
+
+def _last_iteration(settings: Settings, tasks: Mapping[str, TaskSource], asked: _Asked) -> int | None:
+    """After which iteration this start ends the run: as --iterations or --epochs says, else as recorded. Raises UsageError."""
+    typed, chosen = asked.typed, asked.chosen
+    if typed.epochs is None:
+        return typed.iterations if "iterations" in chosen else settings.iterations
+    said = chosen["epochs"].written(str(typed.epochs))
+    if "iterations" in chosen:
+        raise UsageError(f"{said}: {chosen['iterations'].source} also says when to stop; drop one of the two")
+    sets = training_sets(settings, tasks)
+    if len(sets) != 1 or settings.train.reward_weights:
+        why = (
+            "train.reward_weights draws tasks by their rewards"
+            if len(sets) == 1
+            else f"there are {len(sets)} training sets"
+        )
+        raise UsageError(f"{said}: there are no passes over the tasks, because {why}; give --iterations")
+    return typed.epochs * iterations_of_a_pass(len(sets[0].tasks), settings.rollout.tasks)
 
 
 def _policy_to_begin_with(typed: Settings, program: Program) -> VersionToExport | None:
@@ -324,7 +348,7 @@ def _join(asked: _Asked, record: RunRecord, rank: ranks.Choice | None) -> Start:
         settings, stated = _changed(settings, stated, asked)
     asked.check_rank(rank, settings.num_nodes)
     program = load_program(settings.program)
-    until = typed.iterations if "iterations" in chosen else settings.iterations
+    until = _last_iteration(settings, record.tasks, asked)
     settings = _with_choices(asked, settings)
     # Environment variables, packages and the places of files may differ between nodes.
     asked.check_this_node(settings, program)

@@ -45,26 +45,40 @@ def find_model(
         if candidate.is_file():
             raise UsageError(f"{named}: {candidate} is a file; give the folder with config.json")
     for cache in _caches(data_path, environ):
-        snapshot = _cached(cache, name, named)
+        snapshot = cached(cache, name, named)
         if snapshot is not None:
             _check_model(named, snapshot, tokenizer)
             return snapshot
     looked = ", ".join(str(candidate) for candidate in candidates)
     raise UsageError(
         f"{named}: no such folder (looked at {looked}, and in the local Hugging Face cache); nothing is "
-        "downloaded: give a folder with config.json, weights and tokenizer"
+        "downloaded unless a run is started with --download: give a folder with config.json, weights and tokenizer"
     )
 
 
-def _caches(data_path: Path | None, environ: Environ) -> list[Path]:
-    home = absolute(environ.get("HF_HOME") or "~/.cache/huggingface")
+def is_here(name: str, data_path: Path | None, environ: Environ) -> bool:
+    """Whether `find_model` would find a folder of this name."""
+    folders = [absolute(name), *([data_path / name] if data_path else [])]
+    return any(folder.exists() for folder in folders) or any(
+        cached(cache, name, name) is not None for cache in _caches(data_path, environ)
+    )
+
+
+def hub_cache(environ: Environ) -> Path:
+    """Where the client of the Hugging Face Hub keeps what it downloads."""
     hub = environ.get("HF_HUB_CACHE")
-    return [absolute(hub) if hub else home / "hub", *([data_path, data_path / "hub"] if data_path else [])]
+    return absolute(hub) if hub else absolute(environ.get("HF_HOME") or "~/.cache/huggingface") / "hub"
 
 
-def _cached(cache: Path, name: str, named: str) -> Path | None:
-    """The folder of a model in a cache: its main revision; if the cache has none, its only one. Raises UsageError if it has several."""
-    folder = cache / f"models--{name.replace('/', '--')}"
+def _caches(data_path: Path | None, environ: Environ) -> list[Path]:
+    return [hub_cache(environ), *([data_path, data_path / "hub"] if data_path else [])]
+
+
+def cached(cache: Path, name: str, named: str, kind: str = "models") -> Path | None:
+    """The folder of a model, or of another kind of repository, in a cache: its main revision; if the cache has none, its only one.
+
+    Raises UsageError if it has several."""
+    folder = cache / f"{kind}--{name.replace('/', '--')}"
     try:
         revision = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):

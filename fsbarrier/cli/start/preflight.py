@@ -8,7 +8,7 @@ from pathlib import Path
 
 import fsbarrier
 from fsbarrier.errors import UsageError
-from fsbarrier.settings.sources import ChosenValue
+from fsbarrier.settings.sources import DATA_ON_HUB, ChosenValue
 from fsbarrier.settings.value_types import reward_kinds
 from fsbarrier.store.mounts import mount_of
 
@@ -49,7 +49,9 @@ def with_absolute_paths(chosen: Iterable[ChosenValue]) -> list[ChosenValue]:
     for item in chosen:
         value = item.value
         if isinstance(value, str) and value:
-            if item.key in ("data_path", "log_path", "init_from") or (
+            if item.key == "data_path" and value.startswith(DATA_ON_HUB):
+                pass
+            elif item.key in ("data_path", "log_path", "init_from") or (
                 item.key == "program" and value.endswith(".py")
             ):
                 value = str(absolute(value))

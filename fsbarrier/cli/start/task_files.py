@@ -231,7 +231,15 @@ def _named_file(data_path: Path, name: str, file: str) -> Path:
 
 def _task_file(data_path: Path, split: str) -> Path:
     name = split.removeprefix(TRAIN_SET)
-    names = (data_path / f"{name}.jsonl", data_path / f"{name}.parquet")
+    # A data set on the Hugging Face Hub has names such as data/train-00000-of-00001.parquet.
+    parts = [
+        path for place in (data_path, data_path / "data") for path in place.glob(f"{name}-*-of-*.parquet")
+    ]
+    if len(parts) > 1:
+        raise UsageError(
+            f"--data-path {data_path}: has {len(parts)} parts of {name} ({parts[0].name}, ...); make one file {name}.parquet of them"
+        )
+    names = (data_path / f"{name}.jsonl", data_path / f"{name}.parquet", *parts)
     there = [path for path in names if path.is_file()]
     if len(there) == 2:
         raise UsageError(f"--data-path {data_path}: has both {there[0].name} and {there[1].name}; keep one")
