@@ -164,7 +164,7 @@ def test_the_same_run_and_the_light_commands_work_in_each_place(name: str) -> No
         pytest.skip(reason)
     # Not in the folder of pytest, which another user cannot enter.
     with tempfile.TemporaryDirectory(prefix="place-", dir="/tmp") as outside:
-        here = Path(outside, "here")
+        here = Path(outside, place.folder)
         here.mkdir()
         for folder in (Path(outside), here):
             os.chown(folder, place.user or os.geteuid(), -1)
@@ -188,7 +188,7 @@ def test_the_same_run_and_the_light_commands_work_in_each_place(name: str) -> No
             ("run", "--dry-run", "--program", "ping", "--log-path", str(here / "other")),
         ):
             done = subprocess.run(
-                [*as_user, sys.executable, "-m", "fsbarrier", *words],
+                [*place.within, *as_user, sys.executable, "-m", "fsbarrier", *words],
                 env=environ,
                 cwd=here,
                 preexec_fn=place.before,

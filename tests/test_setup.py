@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import tomllib
 import zipfile
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from other_user import UID, needs_root
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from waiting import DEADLINE_S
@@ -476,3 +478,83 @@ def test_a_cuda_build_of_torchvision_can_be_imported_beside_a_cpu_build_of_torch
         f"sys.path.insert(0, {str(tmp_path)!r}); import torchvision"
     )
     assert subprocess.run([sys.executable, "-I", "-c", without], capture_output=True).returncode == 1
+
+
+@needs_root
+@pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="no Python that another user can start")
+def test_an_environment_that_another_user_made_is_used_or_said_to_be_theirs(
+    clone: Path, env: dict[str, str]
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="clone-", dir="/tmp") as outside:
+        # Not in pytest's folder, which the other user cannot enter.
+        there = Path(outside, "clone")
+        shutil.copytree(clone, there)
+        env |= {"FSBARRIER_PYTHON": "/usr/bin/python3", "HOME": "/nonexistent"}
+        tag = subprocess.run(
+            ["/usr/bin/python3", "-c", "import sys; print('py%d%d' % sys.version_info[:2])"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        lock = there / "scripts" / "requirements" / "cpu.txt"
+        digest = hashlib.sha256(lock.read_bytes()).hexdigest()[:8]
+        made = there / f".venv-cpu-{os.uname().machine}-{tag}-{digest}"
+        (made / "bin").mkdir(parents=True)
+        (made / "bin" / "python").symlink_to("/usr/bin/python3")
+        # It has no package of this clone.
+        (made / ".made-for").write_text("another clone\n")
+        subprocess.run(["chmod", "-R", "a+rX", outside], check=True)
+
+        def as_other() -> tuple[int, str]:
+            done = subprocess.run(
+                [str(there / "run.sh"), "--master"],
+                env=env,
+                user=UID,
+                group=UID,
+                extra_groups=[],
+                capture_output=True,
+                text=True,
+                timeout=DEADLINE_S,
+            )
+            return done.returncode, done.stdout + done.stderr
+
+        code, output = as_other()
+        assert code == 0 and "['run', '--master']" in output, output
+        made.chmod(0o700)
+        code, output = as_other()
+        assert code == 2 and len(output.splitlines()) == 1, output
+        assert f"{made} belongs to user id 0 and cannot be used by you: ask them for chmod -R a+rX" in output
+
+
+@needs_root
+def test_a_second_user_of_a_clone_gets_a_default_run_directory_of_his_own() -> None:
+    with tempfile.TemporaryDirectory(prefix="clone-", dir="/tmp") as outside:
+        there, home = Path(outside, "clone"), Path(outside, "home")
+        for folder in ("fsbarrier", "phases"):
+            shutil.copytree(
+                ROOT / folder, there / folder, ignore=shutil.ignore_patterns("__pycache__", "*.pyc")
+            )
+        shutil.copy(ROOT / "pyproject.toml", there)
+        (there / "runs").mkdir(mode=0o700)
+        home.mkdir()
+        os.chown(home, UID, UID)
+        Path(outside).chmod(0o755)
+        # It may read all folders, because this Python may lie in one that only root can enter.
+        caps = ("--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search")
+        command = [
+            "setpriv",
+            f"--reuid={UID}",
+            f"--regid={UID}",
+            "--clear-groups",
+            *caps,
+            sys.executable,
+            "-m",
+        ]
+        environ = {**os.environ, "PYTHONPATH": str(there), "HOME": str(home), "TMPDIR": str(home)}
+        flags = ("run", "--program", "ping", "--iterations", "1")
+        done = subprocess.run(
+            [*command, "fsbarrier", *flags], env=environ, cwd=there, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert (home / "fsbarrier-runs" / "default" / "run.json").is_file()
+        assert not [*(there / "runs").iterdir()]
