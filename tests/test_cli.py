@@ -23,6 +23,7 @@ from waiting import DEADLINE_S
 
 from fsbarrier import errors
 from fsbarrier.cli import COMMANDS, load_command
+from fsbarrier.data import demo_tasks
 
 REPO = Path(__file__).resolve().parent.parent
 

@@ -183,7 +183,10 @@ def _parsed(path: Path, index: int, line: bytes) -> Mapping[str, object]:
         reason = (
             f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
         )
-        raise task_error(path, index, f"is not JSON: {reason}") from None
+        # A file that begins like this is one list or one object, over several lines.
+        whole = index == 0 and line.strip() in (b"[", b"{")
+        advice = "; write each task on a line of its own" if whole else ""
+        raise task_error(path, index, f"is not JSON: {reason}{advice}") from None
     except RecursionError:
         raise task_error(path, index, "is not JSON: nested too deeply") from None
     if not isinstance(row, dict):
@@ -228,7 +231,9 @@ def _parquet_rows(
 
 def _task(path: Path, index: int, row: Mapping[str, object]) -> Task:
     rest = dict(row)
-    if rest.get("prompt") is None:
+    if rest.get("prompt", "") is None:
+        raise task_error(path, index, "prompt is null")
+    if "prompt" not in rest:
         known = ", ".join(map(str, row)) or "none"
         raise task_error(path, index, f"has no field prompt (its fields: {known})")
     prompt = prompt_of(path, index, rest.pop("prompt"), may_see=True)

@@ -56,7 +56,7 @@ def main(args: argparse.Namespace) -> int:
         flags.say(f"evaluating {printable(policy.named)}")
         # What the run reports goes to stderr, so that stdout has the result alone.
         output = Console(stderr=True, highlight=False)
-        code = local.run_started(start, environ, flags.say, lambda: None, output)
+        code = local.run_started(start, environ, flags.say, lambda: None, output, next_step="")
         if code:
             return code
         figures = _figures(folder / "evaluation")

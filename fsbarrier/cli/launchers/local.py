@@ -61,8 +61,10 @@ def run_started(
     say: Say,
     at_end: Callable[[], None],
     output: Console | None = None,
+    next_step: str = "; run the same command again to resume",
 ) -> int:
-    """Run all nodes of a run that has been validated; returns one exit code for all. `output`: where the run is shown (default: stdout)."""
+    """Run all nodes of a run that has been validated; returns one exit code for all. `output`: where the run is shown (default: stdout).
+    `next_step`: what to do after Ctrl-C."""
     log_path = start.record.log_path
     generation = coming_generation(log_path)
     with scratch_dir(user_dir(), "launch") as private:
@@ -78,6 +80,7 @@ def run_started(
             lambda children: _follow(log_path, generation, children, say, output),
             say,
             at_end,
+            next_step=next_step,
         )
 
 

@@ -32,10 +32,13 @@ def run_nodes(
     follow: Callable[[Children], Mapping[int, int]],
     say: Callable[[str], None],
     at_end: Callable[[], None] = lambda: None,
+    *,
+    next_step: str = "; run the same command again to resume",
 ) -> int:
     """Start nodes, follow them, and stop those that are left, whatever happens. Returns one exit code for all.
 
     `start` adds each node to the given dictionary as soon as it runs; `follow` returns the exit codes of those that ended by themselves.
+    `next_step`: what to do after Ctrl-C.
     """
     children: Children = {}
     with ending_signals_handled(end_once):
@@ -47,7 +50,7 @@ def run_nodes(
             # The nodes then say themselves that the user stopped them.
             stop_all(children, signal.SIGINT if stopped.code == EXIT_SIGINT else signal.SIGTERM)
             at_end()
-            say("all nodes have stopped; run the same command again to resume")
+            say(f"all nodes have stopped{next_step}")
             return stopped.code
         except BaseException:
             stop_all(children)

@@ -18,6 +18,7 @@ from fsbarrier.cli.start.policy_export import VersionToExport
 from fsbarrier.engine import accelerators
 from fsbarrier.engine.engine import Engine, EngineInfo
 from fsbarrier.engine.placement import check_arguments, placements
+    from fsbarrier.engine.answer_format import Parsers
 from fsbarrier.errors import UsageError
 from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.runrecord import RunRecord
@@ -34,7 +35,8 @@ GROUPS = ("eval.", "reward.", "judge.", "engine.", "environment.", "environments
 #: and those of the rollout; its others are about training
 ROLLOUT = (
     *("max_tokens", "stop", "chat_template_kwargs", "tool_parser", "concurrency", "agent", "task_timeout_s"),
-    *("max_error_share", "seed", "reproducible", "temperature"),
+    *("max_error_share", "seed", "reproducible", "temperature", "renderer", "reasoning_parser", "thinking"),
+    "max_thinking_tokens",
 )
 
 
@@ -139,7 +141,7 @@ def served(
             work_dir=folder,
             placement=placement,
             secrets_named=(settings.judge.api_key_env, settings.engine.api_key_env),
-            tool_parser=settings.rollout.tool_parser,
+            parsers=Parsers(settings.rollout.tool_parser, settings.rollout.reasoning_parser),
             api_key=api_key,
         )
         try:

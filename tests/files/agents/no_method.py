@@ -1,0 +1,3 @@
+class Agent:
+    async def play(self, task: object, client: object) -> None:
+        pass

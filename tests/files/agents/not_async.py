@@ -1,0 +1,3 @@
+class Agent:
+    def run(self, task: object, client: object) -> None:
+        pass
