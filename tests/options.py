@@ -224,6 +224,8 @@ ELSEWHERE = {
     "log_path": "each run has one",
     "program": "the table is about `rl`; the others: test_toy_run.py, test_bench.py",
     "iterations": "each run has two, and one more when it goes on",
+    "epochs": "test_cli.py: a start makes iterations of it",
+    "download": "test_export.py: from a hub of the test's",
     "rl_phase": "test_complete_runs.py",
     "rollout_split": "test_complete_runs.py",
     "expect_gpus": "test_placement.py",
@@ -248,6 +250,7 @@ ELSEWHERE = {
     **dict.fromkeys(("algorithm.gamma", "algorithm.lam"), "only with a critic (test_complete_runs.py)"),
     **dict.fromkeys(("critic.model", "critic.lr", "critic.warmup", "critic.clip"), "test_complete_runs.py"),
     "tracker.names": "test_trackers.py: their packages are not installed",
+    **dict.fromkeys(("tracker.run_name", "tracker.samples"), "only with tracker.names (test_trackers.py)"),
     **dict.fromkeys(
         (
             f"{table}.{name}"
