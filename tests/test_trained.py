@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 from cluster import all_gone
 from commands import typed
+from test_failure_reason import plant_vllm, rollouts
 from test_hygiene import ROOT
-from test_last_words import plant_vllm, rollouts
 from waiting import DEADLINE_S
 
 from fsbarrier.data import demo_tasks
