@@ -24,9 +24,7 @@ from fsbarrier.rundir.phase_time import DIGITS, PhaseTime
 from fsbarrier.rundir.runrecord import RunRecord
 from fsbarrier.store import files
 from fsbarrier.view.event_wording import log_lines
-
-#: the number of newest iterations whose mean duration gives the estimate of the remaining time
-NEWEST_ITERATIONS = 5
+from fsbarrier.view.timings import NEWEST_ITERATIONS
 
 
 class EventLog:

@@ -20,14 +20,12 @@ from fsbarrier.view.event_wording import TRAIN_ROLLOUT
 from fsbarrier.view.history import Draws, Rewards
 from fsbarrier.view.node_status import ALIVE, WATCHED_BEATS, NodeStatus, PhaseAt, beat_s, node_status
 from fsbarrier.view.run_reader import RunReader
-from fsbarrier.view.timings import IterationTime, goodput, together
+from fsbarrier.view.timings import NEWEST_ITERATIONS, IterationTime, goodput, together
 from fsbarrier.wording import duration, one_line, ranks
 
 #: polling interval while watching heartbeats
 LOOK_S = 0.05
 
-#: as in run/event_log.py
-NEWEST_ITERATIONS = 5
 #: Time in seconds that a new generation must cost to be shown as an interruption.
 LEAST_COST_S = 1.0
 #: A filesystem with less free space than this counts as full.
@@ -265,10 +263,8 @@ def _interruptions(reader: RunReader, costs_s: Mapping[int, float]) -> Iterator[
 
 def _time_left(reader: RunReader, times: Sequence[IterationTime]) -> dict[str, float]:
     """Estimate the seconds until the last iteration ends from the mean of the newest ones; {} if there is no end, or none is complete."""
-    newest, until = (
-        [timing.seconds for timing in times if timing.complete][-NEWEST_ITERATIONS:],
-        _last_iteration(reader),
-    )
+    newest = [timing.seconds for timing in times if timing.complete][-NEWEST_ITERATIONS:]
+    until = _last_iteration(reader)
     left = until - reader.position[1] + 1 if until is not None else 0
     return {"left_s": left * sum(newest) / len(newest)} if newest and left > 0 else {}
 

@@ -23,6 +23,8 @@ from fsbarrier.wording import percent, ranks
 #: the row was passed; the row was aborted (new generation, signal); the journal ends in the row
 PASSED, CUT_SHORT, OPEN = "passed", "cut short", "open"
 NO_TIME = PhaseTime()
+#: the number of newest complete iterations whose mean duration gives the estimate of the remaining time
+NEWEST_ITERATIONS = 5
 
 
 @dataclass(slots=True)
