@@ -93,8 +93,22 @@ class Hub:
         path, data, status = request.path.partition("?")[0], b"", 404
         name, _, rest = path.removeprefix("/").partition("/resolve/")
         if path.startswith("/api/"):
-            name = path.removeprefix("/api/").removeprefix("models/").partition("/revision/")[0]
-            if name in self.repositories:
+            asked = path.removeprefix("/api/").removeprefix("models/")
+            name, tree, _ = asked.partition("/tree/")
+            name = name.partition("/revision/")[0]
+            if tree and name in self.repositories:
+                files = self.repositories[name].items()
+                listed = [
+                    {
+                        "type": "file",
+                        "path": file,
+                        "size": len(content),
+                        "oid": hashlib.sha1(content).hexdigest(),
+                    }
+                    for file, content in files
+                ]
+                data, status = json.dumps(listed).encode(), 200
+            elif name in self.repositories:
                 names = [{"rfilename": file} for file in self.repositories[name]]
                 about = {
                     "id": name.removeprefix("datasets/"),
