@@ -16,9 +16,9 @@ from pathlib import Path
 from fsbarrier.cli.start import policy_export
 from fsbarrier.cli.start.policy_export import VersionToExport
 from fsbarrier.engine import accelerators
+from fsbarrier.engine.answer_format import Parsers
 from fsbarrier.engine.engine import Engine, EngineInfo
 from fsbarrier.engine.placement import check_arguments, placements
-    from fsbarrier.engine.answer_format import Parsers
 from fsbarrier.errors import UsageError
 from fsbarrier.rundir import runrecord
 from fsbarrier.rundir.runrecord import RunRecord
@@ -35,7 +35,7 @@ GROUPS = ("eval.", "reward.", "judge.", "engine.", "environment.", "environments
 #: and those of the rollout; its others are about training
 ROLLOUT = (
     *("max_tokens", "stop", "chat_template_kwargs", "tool_parser", "concurrency", "agent", "task_timeout_s"),
-    *("max_error_share", "seed", "reproducible", "temperature", "renderer", "reasoning_parser", "thinking"),
+    *("max_error_share", "seed", "reproducible", "temperature", "reasoning_parser", "thinking"),
     "max_thinking_tokens",
 )
 
