@@ -94,7 +94,7 @@ def test_a_policy_is_served_until_ctrl_c(trained: tuple[Path, dict[str, str]]) -
         assert told["url"].startswith("http://127.0.0.1:") and told["api_key"] == "k-1"
 
         def ask(key: str) -> Any:
-            body = json.dumps({"model": told["model"], "prompt": ["ba="], "n": 1}).encode()
+            body = json.dumps({"model": told["model"], "prompt": ["ba="], "n": 1, "max_tokens": 8}).encode()
             headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
             request = urllib.request.Request(f"{told['url']}/completions", body, headers)
             with urllib.request.urlopen(request, timeout=DEADLINE_S) as response:

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     from fsbarrier.cli.start import trained_policy
     from fsbarrier.engine.openai_http import base_and_socket
-    from fsbarrier.processes.port_forward import HOST, forward
+    from fsbarrier.network.port_forward import HOST, forward
 
     flags.take_settings(args)
     if args.port is not None and not 0 < args.port < 65536:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from fsbarrier.errors import UsageError
+from fsbarrier.network.listening import on_loopback
 
 HOST = "127.0.0.1"
 CHUNK_BYTES = 1 << 16
@@ -33,7 +34,7 @@ async def _forward(
             to_client.close()
 
     try:
-        listening = await asyncio.start_server(connected, HOST, port)
+        listening = await asyncio.start_server(connected, sock=on_loopback(port))
     except OSError as error:
         raise UsageError(f"--port {port}: {error.strerror or error}; name another port") from None
     async with listening:
