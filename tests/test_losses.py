@@ -151,16 +151,14 @@ def test_presets_are_settings_that_give_a_loss(preset: str) -> None:
 def test_advantages_of_a_group_are_as_worked_by_hand(
     changes: dict[str, Any], right: float, wrong: float
 ) -> None:
-    import torch
+    from fsbarrier.training.group_weights import group_advantages
 
-    from fsbarrier.training.advantages import group_advantages
-
-    rewards = torch.tensor([1, 0, 0, 1, 0, 0, 0, 0], dtype=torch.float64)
-    found = group_advantages(rewards, AlgorithmSettings(**changes)).tolist()
+    rewards = [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    found = group_advantages(rewards, AlgorithmSettings(**changes))
     assert (found[0], found[1]) == pytest.approx((right, wrong), abs=1e-6)
     if changes.get("advantage") != "reinforce_plus_plus":
-        assert group_advantages(torch.tensor([1.0, 1.0]), AlgorithmSettings(**changes)).tolist() == [0, 0]
-        assert group_advantages(torch.tensor([1.0]), AlgorithmSettings(**changes)).tolist() == [0]
+        assert group_advantages([1.0, 1.0], AlgorithmSettings(**changes)) == [0, 0]
+        assert group_advantages([1.0], AlgorithmSettings(**changes)) == [0]
 
 
 def test_a_batch_is_normalised_over_its_tokens() -> None:
@@ -240,12 +238,10 @@ def test_a_weight_for_each_token_is_a_sum_of_losses_with_one_for_each_sequence()
 
 def test_long_answers_lose_reward_little_by_little() -> None:
     """DAPO's limits: none up to 16,384 tokens, then up to 1 at 20,480."""
-    import torch
+    from fsbarrier.training.group_weights import overlong_penalty
 
-    from fsbarrier.training.advantages import overlong_penalty
-
-    lengths = torch.tensor([10, 16_384, 18_432, 20_480, 20_500], dtype=torch.float64)
-    assert overlong_penalty(lengths, 20_480).tolist() == [0, 0, 0.5, 1, 1]
+    lengths = (10, 16_384, 18_432, 20_480, 20_500)
+    assert [overlong_penalty(length, 20_480) for length in lengths] == [0, 0, 0.5, 1, 1]
 
 
 @pytest.mark.parametrize(

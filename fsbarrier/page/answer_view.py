@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from asyncio import to_thread
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 from nicegui import Client, ui
@@ -19,6 +18,7 @@ from fsbarrier.page.open_runs import OpenRun, OpenRuns
 from fsbarrier.page.render import part
 from fsbarrier.page.tokens import COLOURS, MOST_TOKENS, colours_of, spans
 from fsbarrier.rundir.names import SPLITS
+from fsbarrier.training.group_weights import weigh_group
 from fsbarrier.view.answers import Answer, read_group, said_in
 from fsbarrier.view.conversation import Turn, turns
 from fsbarrier.wording import duration, visible
@@ -51,18 +51,13 @@ def find(opened: OpenRun, query: Mapping[str, str]) -> tuple[list[Answer], list[
 
 
 def weights(opened: OpenRun, group: Sequence[Trajectory]) -> list[float | None]:
-    """The advantage of each trajectory in its group, where torch is there to compute it as the batch does. For threads."""
-    found: list[float | None] = [None] * len(group)
-    if find_spec("torch") is None:
-        return found
-    from fsbarrier.training.advantages import weigh_group
-
+    """The advantage of each trajectory, as far as its group decides it; None where it is not trained on."""
     settings = opened.record.settings
     try:
         weighed = weigh_group(group, settings.algorithm, settings.rollout.max_tokens)
     # A user's own program may write any values.
-    except (LookupError, TypeError, ValueError, RuntimeError):
-        return found
+    except (LookupError, TypeError, ValueError):
+        return [None] * len(group)
     by_id = {id(trajectory): weight for trajectory, weight in weighed}
     return [by_id.get(id(trajectory)) for trajectory in group]
 
@@ -135,7 +130,7 @@ async def show(client: Client, opened: OpenRun) -> None:
         except (Gone, FsbarrierError, ValueError, IndexError) as error:
             html(part("problem", "This answer cannot be shown", str(error), link(opened.name, "answers")))
             return
-        weight = (await to_thread(weights, opened, group))[number]
+        weight = weights(opened, group)[number]
         html(part("answer_head", answer, weight, _links(opened.name, rows, number)))
         failed, others = notes(trajectory)
         html(part("facts", facts(answer, trajectory, weight)))
@@ -214,7 +209,7 @@ async def show_group(client: Client, opened: OpenRun) -> None:
         except (Gone, FsbarrierError) as error:
             html(part("problem", "This group cannot be shown", str(error), link(opened.name, "answers")))
             return
-        weighed = await to_thread(weights, opened, group)
+        weighed = weights(opened, group)
         first = turns(group[0])
         ui.label(visible(f"Task {rows[0].task_id} in iteration {rows[0].iteration}")).classes("heading")
         cards = [

@@ -10,7 +10,16 @@ from fastapi.responses import PlainTextResponse
 from nicegui import Client, ui
 
 from fsbarrier.errors import FsbarrierError
-from fsbarrier.page import answer_view, answers_view, curves_view, now_view, runs_view
+from fsbarrier.page import (
+    answer_view,
+    answers_view,
+    curves_view,
+    logs_view,
+    now_view,
+    runs_view,
+    settings_view,
+    time_view,
+)
 from fsbarrier.page.layout import RESPONSE_S, html, page
 from fsbarrier.page.open_runs import OpenRun, OpenRuns
 from fsbarrier.page.render import part
@@ -23,6 +32,9 @@ OF_RUNS: dict[str, View] = {
     "answers": answers_view.show,
     "answer": answer_view.show,
     "group": answer_view.show_group,
+    "time": time_view.show,
+    "logs": logs_view.show,
+    "settings": settings_view.show,
 }
 
 
@@ -33,6 +45,10 @@ def build(runs: OpenRuns) -> FastAPI:
     @ui.page("/", response_timeout=RESPONSE_S)
     async def _(client: Client) -> None:
         await runs_view.show(client, runs)
+
+    @ui.page("/compare", response_timeout=RESPONSE_S)
+    async def _(client: Client) -> None:
+        await settings_view.compare(client, runs)
 
     @application.get("/run/{name}/text", response_class=PlainTextResponse)
     def _(name: str, split: str, iteration: int, task: int, number: int) -> str:

@@ -73,15 +73,22 @@ def curve(
     return {
         "animation": False,
         "aria": {"enabled": True, "label": {"description": about}},
-        "grid": {"left": 8, "right": 14, "top": 28 if len(series) > 1 else 12, "bottom": 22, "containLabel": True},
+        "grid": {"left": 8, "right": 14, "top": 30, "bottom": 22, "containLabel": True},
         "legend": {"show": len(series) > 1, "top": 0, "textStyle": TEXT, "data": [*series]},
         "tooltip": {"trigger": "axis", "confine": True, "renderMode": "richText"},
         "xAxis": {"type": "value", "minInterval": 1, "min": "dataMin", "max": "dataMax", **AXIS, "splitLine": {"show": False}},
-        "yAxis": {"type": "log" if log else "value", "scale": True, **AXIS},
+        "yAxis": {"type": "log" if log else "value", "scale": True, **AXIS, **_from_zero(drawn, log)},
         "dataZoom": [{"type": "inside", "filterMode": "none", "zoomOnMouseWheel": "ctrl"}],
         "toolbox": {"right": 0, "top": -6, "itemSize": 11, "feature": {"dataZoom": {"yAxisIndex": "none"}, "restore": {}}},
         "series": drawn,
     }  # fmt: skip
+
+
+def _from_zero(drawn: Sequence[Mapping[str, Any]], log: bool) -> dict[str, int]:
+    """An axis that begins at 0, unless the values fill much less of it than they differ by. Noise must not look like a change."""
+    values = [y for line in drawn for _, y in line["data"]]
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    return {"min": 0} if not log and (0 <= low <= 0.6 * high or 0 <= high - low < 0.02 * low) else {}
 
 
 def bins(values: Sequence[float], most: int = 24) -> list[tuple[float, float, int]]:
@@ -123,5 +130,5 @@ def histogram(
         "tooltip": {"trigger": "axis", "confine": True, "renderMode": "richText"},
         "xAxis": {"type": "category", "data": names, "axisLabel": TEXT, "axisTick": {"show": False}},
         "yAxis": {"type": "value", "minInterval": 1, **AXIS},
-        "series": [{"type": "bar", "name": "answers", "data": data, "color": PALETTE[0], "barMinHeight": 2}],
+        "series": [{"type": "bar", "name": "answers", "data": data, "color": PALETTE[0]}],
     }  # fmt: skip

@@ -135,3 +135,21 @@ def _decoded(line: bytes) -> str:
     cut = f"({len(line) - LINE_BYTES} bytes) ... " if len(line) > LINE_BYTES else ""
     # A progress bar overwrites itself, so only the end of the line matters.
     return cut + fit_for_terminal(line[-LINE_BYTES:].decode("utf-8", errors="replace"))
+
+
+def find_logs(
+    paths: RunPaths, *, node: int | None = None, attempt: int | None = None, name: str | None = None
+) -> list[Log]:
+    """The matching logs of each node's latest matching start, sorted by node and name."""
+    matching: dict[int, dict[int, list[Path]]] = {}
+    for path in sorted(paths.logs.glob("*/*/*.log")):
+        # A link could lead out of the run directory to other files.
+        if path.parent.is_symlink() or path.parent.parent.is_symlink():
+            continue
+        start, rank = ATTEMPT_FOLDER.parse(path.parent.parent.name), NODE_FOLDER.parse(path.parent.name)
+        if start is None or rank is None or node not in (None, rank) or attempt not in (None, start):
+            continue
+        if name in (None, path.stem, path.name):
+            matching.setdefault(rank, {}).setdefault(start, []).append(path)
+    newest = {rank: starts[max(starts)] for rank, starts in sorted(matching.items())}
+    return [Log(f"[node {rank} {path.stem}]", path) for rank, paths in newest.items() for path in paths]

@@ -26,7 +26,7 @@ from fsbarrier.rundir.names import IMAGES_FOLDER
 from fsbarrier.settings.sections import AlgorithmSettings, Settings
 from fsbarrier.specs import PrepareReport, PrepareSpec
 from fsbarrier.store import reading
-from fsbarrier.training.advantages import batch_advantages, counted_reward, weigh_group
+from fsbarrier.training.advantages import batch_advantages
 from fsbarrier.training.batch import (
     TrainingSequence,
     batch_metadata,
@@ -35,6 +35,7 @@ from fsbarrier.training.batch import (
     sequences_of,
     write_batch,
 )
+from fsbarrier.training.group_weights import counted_reward, weigh_group
 from fsbarrier.trajectories import load
 
 T = TypeVar("T")

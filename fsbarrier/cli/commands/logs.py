@@ -1,18 +1,17 @@
-"""Show the last lines of the nodes' logs (from each node's latest start), or follow them."""
+"""Show the last lines of the nodes' logs (from each node's latest start), or follow them; or page through the answers of a run."""
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from fsbarrier.cli.commands import flags
 from fsbarrier.errors import UsageError
-from fsbarrier.rundir.logs import Log, show
-from fsbarrier.rundir.names import ATTEMPT_FOLDER, NODE_FOLDER
+from fsbarrier.rundir.logs import Log, find_logs, show
 from fsbarrier.rundir.paths import RunPaths
 
 EXAMPLE = """fsbarrier logs --node 2 --file vllm -n 100
-  fsbarrier logs --first-error"""
+  fsbarrier logs --first-error
+  fsbarrier logs --answers --filter iteration=4 --filter reward_to=0 | less"""
 FLAGS = {
     "--node R": "only this node",
     "--file NAME": "only this log: daemon, vllm, rollout, update, ...",
@@ -20,6 +19,10 @@ FLAGS = {
     "-n --lines N": "number of lines per log (default 20)",
     "--first-error": "show only the earliest failure on any node, with its context",
     "-f --follow": "keep printing new lines until Ctrl-C",
+    "--answers": "print the answers of the run instead, the worst of the newest iteration first",
+    "--filter NAME=VALUE*": "with --answers: only those with this split, iteration, task, reward_from, reward_to, length_from, "
+    "length_to, cut_off, failed, node, version, set, words; may be repeated",
+    "--order ORDER": "with --answers: worst, best, newest, longest, shortest or task",
 }
 
 
@@ -32,9 +35,13 @@ def main(args: argparse.Namespace) -> int:
     paths = flags.find_run(args).paths
     if args.first_error:
         return _first_error(paths)
+    if args.answers:
+        return _answers(paths, args)
+    if args.filter or args.order:
+        raise UsageError(f"--{'filter' if args.filter else 'order'}: is for --answers")
 
     def logs() -> list[Log]:
-        return find(paths, node=args.node, attempt=args.attempt, name=args.file)
+        return find_logs(paths, node=args.node, attempt=args.attempt, name=args.file)
 
     if not logs() and not args.follow:
         filters = {"--node": args.node, "--file": args.file, "--attempt": args.attempt}
@@ -54,19 +61,31 @@ def _first_error(paths: RunPaths) -> int:
     return 0
 
 
-def find(
-    paths: RunPaths, *, node: int | None = None, attempt: int | None = None, name: str | None = None
-) -> list[Log]:
-    """The matching logs of each node's latest matching start, sorted by node and name."""
-    matching: dict[int, dict[int, list[Path]]] = {}
-    for path in sorted(paths.logs.glob("*/*/*.log")):
-        # A link could lead out of the run directory to other files.
-        if path.parent.is_symlink() or path.parent.parent.is_symlink():
-            continue
-        start, rank = ATTEMPT_FOLDER.parse(path.parent.parent.name), NODE_FOLDER.parse(path.parent.name)
-        if start is None or rank is None or node not in (None, rank) or attempt not in (None, start):
-            continue
-        if name in (None, path.stem, path.name):
-            matching.setdefault(rank, {}).setdefault(start, []).append(path)
-    newest = {rank: starts[max(starts)] for rank, starts in sorted(matching.items())}
-    return [Log(f"[node {rank} {path.stem}]", path) for rank, paths in newest.items() for path in paths]
+def _answers(paths: RunPaths, args: argparse.Namespace) -> int:
+    from fsbarrier.view.answers import ORDERS, AnswerIndex, Filter
+    from fsbarrier.view.terminal_answers import answer_lines
+
+    texts: dict[str, str] = {}
+    for word in args.filter or ():
+        name, equals, value = word.partition("=")
+        if not equals:
+            raise UsageError(f"--filter {word}: must be NAME=VALUE")
+        texts[name] = value
+    order = args.order or "worst"
+    if order not in ORDERS:
+        raise UsageError(f"--order {order}: must be one of {', '.join(ORDERS)}")
+    index = AnswerIndex(paths)
+    newest = {split: iterations[0] for split, iterations in index.iterations().items()}
+    if "iteration" not in texts:
+        # Without an iteration, the newest one, since that of all iterations may be a long list.
+        split = texts.get("split") or next(iter(newest), "train")
+        texts |= {"split": split, "iteration": str(newest.get(split, 0))}
+    elif texts["iteration"] == "all":
+        del texts["iteration"]
+    wanted = Filter.from_texts(texts)
+    chosen = sorted(index.matching(wanted, lambda done, total: True), key=ORDERS[order])
+    for answer in chosen:
+        print("\n".join(answer_lines(answer)), flush=True)
+    if not chosen:
+        print("no answer passes these filters")
+    return 0
