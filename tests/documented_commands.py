@@ -16,6 +16,7 @@ NO_COMMANDS = {"text", "json", "toml", "python", "mermaid"}
 TYPED = re.compile(r"\s*(\./|\.venv/bin/|(fsbarrier|python3?|pip|docker|sbatch|kubectl) )")
 #: Command lines that a test of their own executes.
 IN_ANOTHER_TEST = {
+    "fsbarrier view": "test_view.py::test_it_says_how_to_open_the_page_here_and_from_elsewhere",
     "python scripts/gpu_check.py": "test_gpu_check.py::test_each_mode_has_its_figures",
     "fsbarrier eval": "test_trained.py::test_a_policy_is_evaluated_with_the_settings_of_its_run",
     "fsbarrier chat": "test_trained.py::test_a_policy_answers_lines",

@@ -7,10 +7,13 @@ import importlib.util
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cluster import REPO
 from commands import typed
 from fake_run import long_run
 from other_user import needs_root, start_as_other
@@ -141,3 +144,75 @@ def test_wrong_command_lines_are_one_line(folder: Path, monkeypatch: pytest.Monk
         "fsbarrier: error: view: this environment lacks nicegui, which makes the page; type: pip install 'fsbarrier[view]'\n"
     )
     assert os.environ.get("NICEGUI_STORAGE_PATH") is None
+
+
+# --- the same in a terminal ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two iterations with answers, hostile ones among them, as scripts/lab/big_run.py writes it."""
+    folder = tmp_path_factory.mktemp("answers") / "run"
+    argv = [sys.executable, str(REPO / "scripts" / "lab" / "big_run.py"), str(folder)]
+    subprocess.run([*argv, "--iterations", "2", "--nodes", "3", "--trajectories", "128"], check=True)
+    return folder
+
+
+def heads(said: str) -> list[str]:
+    return [line for line in said.splitlines() if line.startswith("=== ")]
+
+
+def test_answers_page_through_a_terminal_with_the_same_filters(answered: Path) -> None:
+    everything = heads(typed("logs", answered, "--answers").out)
+    assert len(everything) == 64 and all("train iteration 2" in head for head in everything)
+    rewards = [float(head.split()[2]) for head in everything if "not scored" not in head]
+    assert rewards == sorted(rewards) and len(rewards) == 63
+
+    def of(*filters: str, order: str = "worst") -> list[str]:
+        words = [word for one in filters for word in ("--filter", one)]
+        return heads(typed("logs", answered, "--answers", "--order", order, *words).out)
+
+    assert {head.split(" · ")[1] for head in of("task=t3")} == {"task t3"} and len(of("task=t3")) == 8
+    assert len(of("iteration=all", "split=train")) == 128 and len(of("iteration=1")) == 64
+    assert [*map(len, (of("failed=yes"), of("cut_off=no")))] == [
+        1,
+        len([h for h in everything if "cut off" not in h]),
+    ]
+    assert 0 < len(of("reward_from=0.9")) == 63 - len(of("reward_to=0.8999"))
+    assert len(of("length_from=100")) + len(of("length_to=99")) == 64
+    assert (
+        len(of("node=0")) == 24
+        and of("node=9") == []
+        and len(of("version=1")) == 64
+        and of("set=other") == []
+    )
+    assert len(of("words=QUESTION 6:")) == 8
+    longest = [int(head.split(" tokens")[0].rpartition(" ")[2]) for head in of(order="longest")]
+    assert longest == sorted(longest, reverse=True)
+    assert {order: len(of(order=order)) for order in ("best", "newest", "shortest", "task")} == dict.fromkeys(
+        ("best", "newest", "shortest", "task"), 64
+    )
+
+
+def test_hostile_answers_are_shown_in_a_terminal_as_what_they_are(answered: Path) -> None:
+    said = typed("logs", answered, "--answers", "--filter", "split=train").out
+    assert "\x1b" not in said and "\u202e" not in said and "\ud800" not in said
+    assert "\\x1b" in said or "no message" in said
+    assert "not scored" in said and "ZeroDivisionError" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["--answers", "--filter", "rewards=1"], "rewards: is no filter"),
+        (["--answers", "--filter", "task"], "--filter task: must be NAME=VALUE"),
+        (["--answers", "--filter", "iteration=two"], "iteration: must be a whole number, got 'two'"),
+        (["--answers", "--filter", "reward_to=low"], "reward_to: must be a number, got 'low'"),
+        (["--answers", "--filter", "split=both"], "split: must be train or test, got 'both'"),
+        (["--answers", "--filter", "failed=maybe"], "failed: must be yes or no, got 'maybe'"),
+        (["--answers", "--order", "random"], "--order random: must be one of newest, worst"),
+        (["--filter", "task=t1"], "--filter: is for --answers"),
+    ],
+)
+def test_a_wrong_filter_is_one_line(answered: Path, words: list[str], wanted: str) -> None:
+    assert wanted in typed("logs", answered, *words, code=2).err

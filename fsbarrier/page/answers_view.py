@@ -214,9 +214,13 @@ class AnswersView:
         if self._progress.total > 1:
             self._said.set_text(f"reading: {self._progress.done} of {self._progress.total} iterations")
 
+    def stop(self) -> None:
+        """Nobody looks any more."""
+        self._progress.stopped = True
+
     async def look(self) -> None:
         """Search, and show what was found. A search that another one has replaced shows nothing."""
-        self._progress.stopped = True
+        self.stop()
         progress = self._progress = Progress()
         self._ticks.activate()
         found = await to_thread(search, self._opened, self._asked, progress)
@@ -283,4 +287,5 @@ async def show(client: Client, opened: OpenRun) -> None:
             return
         view = AnswersView(opened, asked, iterations)
         view.build()
+        client.on_disconnect(view.stop)
         await view.look()

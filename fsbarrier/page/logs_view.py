@@ -10,9 +10,10 @@ from nicegui import Client, ui
 from fsbarrier.page.layout import html, page
 from fsbarrier.page.open_runs import OpenRun
 from fsbarrier.page.render import part
-from fsbarrier.rundir.journal import read_events
 from fsbarrier.rundir.logs import find_logs, read_lines
 from fsbarrier.view.first_error import first_error
+from fsbarrier.view.run_reader import RunReader
+from fsbarrier.view.run_status import RunStatus
 
 LOOK_S = 1.0
 #: lines that are shown, and bytes of a log's end that are read for them
@@ -22,7 +23,11 @@ LINES, BYTES = 500, 256 << 10
 async def show(client: Client, opened: OpenRun) -> None:
     with page(client, f"{opened.name}: logs", opened.name, "Logs"):
         paths = opened.record.paths
-        failed = await to_thread(lambda: first_error(read_events(paths.root), paths.logs))
+
+        def failure(reader: RunReader, _: RunStatus) -> list[str]:
+            return first_error(reader.history.newest_events(), paths.logs)
+
+        failed = await to_thread(lambda: opened.whole().ask(failure))
         if failed:
             html(part("first_error", failed))
         query = client.request.query_params if client.request is not None else {}

@@ -7,8 +7,10 @@ key, so that the key is in no page, no link and no bookmark. Without the cookie 
 from __future__ import annotations
 
 import http.cookies
+import logging
 import secrets
 import socket
+import sys
 from collections.abc import Mapping
 from urllib.parse import parse_qsl, urlencode
 
@@ -17,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fsbarrier.network.listening import AT_ONCE, same_key
 from fsbarrier.network.own_user_http import own_user_only
+from fsbarrier.wording import one_line
 
 HOST = "127.0.0.1"
 #: how long open pages may take to close when the command ends
@@ -99,18 +102,37 @@ def _encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
     return [(name.lower().encode(), text.encode("latin-1")) for name, text in headers.items()]
 
 
+class _OneLine(logging.Formatter):
+    """What goes wrong while a page is made is one line in the terminal; the browser shows the rest of the page."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        error = record.exc_info[1] if record.exc_info else None
+        said = f"{type(error).__name__}: {error}" if error is not None else record.getMessage()
+        return f"fsbarrier view: {one_line(said)}"
+
+
+def log_one_line() -> None:
+    """Make the libraries' loggers say errors only, in one line each."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_OneLine())
+    for name in ("nicegui", "uvicorn"):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(logging.ERROR)
+
+
 def new_key() -> str:
     return secrets.token_urlsafe(24)
 
 
 def serve(application: ASGIApp, listening: socket.socket, key: str) -> None:
     """Serve until Ctrl-C or SIGTERM, which are raised again at the end."""
+    log_one_line()
     config = uvicorn.Config(
         KeyGate(application, key, listening.getsockname()[1]),
         http=own_user_only("fsbarrier view"),
         ws="websockets-sansio",
         log_config=None,
-        log_level="error",
         access_log=False,
         backlog=AT_ONCE,
         server_header=False,

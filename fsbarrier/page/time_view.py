@@ -117,7 +117,7 @@ def chart(found: Timeline) -> dict[str, Any]:
         "aria": {"enabled": True, "label": {"description": "what each node did when"}},
         "legend": {"top": 0, "textStyle": TEXT, "data": [*KINDS]},
         "tooltip": {"confine": True, "renderMode": "richText", ":formatter": "(piece) => piece.name"},
-        "grid": {"left": 8, "right": 16, "top": 56, "bottom": 52, "containLabel": True},
+        "grid": {"left": 8, "right": 16, "top": 76, "bottom": 52, "containLabel": True},
         "xAxis": {
             "type": "value",
             "min": 0,
