@@ -19,7 +19,7 @@ from fsbarrier.data.trajectory import Trajectory
 from fsbarrier.errors import FsbarrierError, UsageError
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rundir import runrecord
-from fsbarrier.rundir.names import parse_trajectories
+from fsbarrier.rundir.names import MERGED, parse_trajectories
 from fsbarrier.rundir.paths import RunPaths
 
 
@@ -110,7 +110,9 @@ def find(log_path: Path, split: str, iteration: int, on_group: OnFoundGroup | No
     if not folder.is_dir():
         return []
     rank_files, seen = [], set()
-    for path in sorted(folder.iterdir()):
+    # A long run has thousands of files here, and most names are of other iterations.
+    begins = MERGED.build(split, iteration)
+    for path in sorted(path for path in folder.iterdir() if path.name.startswith(begins)):
         name = parse_trajectories(path.name)
         if name is None or name.rank is None or (name.split, name.iteration) != (split, iteration):
             continue

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from sys import intern
@@ -198,7 +198,10 @@ class AnswerIndex:
 
     def answers(self, split: str, iteration: int) -> list[Answer]:
         """All answers of an iteration. Reads the files that came or grew since the last call. Raises FsbarrierError."""
-        files = frozenset(self._files(split).get(iteration, ()))
+        return self._answers(split, iteration, self._files(split).get(iteration, ()))
+
+    def _answers(self, split: str, iteration: int, found: Iterable[tuple[str, int, int]]) -> list[Answer]:
+        files = frozenset(found)
         with self._lock:
             known = self._rows.get((split, iteration))
             if known is None or known[0] != files:
@@ -212,16 +215,17 @@ class AnswerIndex:
         `goes_on` is told how many of how many iterations are done, and stops the search by False. Raises FsbarrierError.
         """
         places = [
-            (split, iteration)
-            for split, iterations in self.iterations().items()
-            for iteration in iterations
-            if wanted.split in (None, split) and wanted.iteration in (None, iteration)
+            (split, iteration, files)
+            for split in SPLITS
+            if wanted.split in (None, split)
+            for iteration, files in self._files(split).items()
+            if wanted.iteration in (None, iteration)
         ]
         places.sort(key=lambda place: -place[1])
         for done, place in enumerate(places):
             if not goes_on(done, len(places)):
                 return
-            chosen = filter(wanted.admits, self.answers(*place))
+            chosen = filter(wanted.admits, self._answers(*place))
             yield from _with_words(chosen, wanted.words) if wanted.words else chosen
 
     def _files(self, split: str) -> dict[int, list[tuple[str, int, int]]]:
