@@ -6,6 +6,7 @@ import json
 from asyncio import to_thread
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import urlencode
 
 from nicegui import Client, ui
 
@@ -193,7 +194,7 @@ async def _show_tokens(opened: OpenRun, trajectory: Mapping[str, Any], query: Ma
         colour = str(chosen.value)
         made = spans(trajectory, colour, first, text_of or (lambda number: f"{number} "))
         hidden = max(0, len(ids) - first - MOST_TOKENS)
-        more = f"?{'&'.join(f'{k}={v}' for k, v in {**query, 'from': first + MOST_TOKENS}.items())}"
+        more = f"?{urlencode({**query, 'from': first + MOST_TOKENS})}"
         shown.set_content(part("tokens", made, colour, LEGENDS[colour], hidden, more))
 
     chosen.on_value_change(draw)
