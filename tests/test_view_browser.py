@@ -200,6 +200,6 @@ def test_every_view_fits(browser: Any, viewer: Viewer, width: int, dark: bool) -
     with looking(browser, viewer, "/", **how) as page:
         for path in paths:
             page.goto(f"{viewer.base}{path}")
-            page.locator("main").wait_for()
+            page.locator(".body").wait_for()
             assert page.evaluate("document.documentElement.scrollWidth") <= width, path
             assert page.evaluate("document.body.classList.contains('body--dark')") is dark, path

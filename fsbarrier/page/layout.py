@@ -55,7 +55,7 @@ def page(client: Client, title: str, name: str | None = None, here: str | None =
         ui.button(icon="contrast").props("flat round dense aria-label='light or dark'").style(
             "position:absolute;right:12px;top:6px"
         ).on("click", js_handler=SWITCH)
-    with ui.element("main"):
+    with ui.element("div").classes("body"):
         yield
 
 

@@ -78,9 +78,10 @@ def counted_reward(trajectory: Trajectory) -> float:
 
 def longest_answer(trajectory: Trajectory) -> int:
     """The length in tokens of the longest sampled turn, which `rollout.max_tokens` limits."""
-    mask = trajectory.get("loss_mask")
-    # An array, or a tensor where the merged file was read with torch.
-    runs = groupby(() if mask is None else mask.tolist())
+    mask: object = trajectory.get("loss_mask", ())
+    # An array, or a tensor where the merged file was read with torch; of a user's own program anything.
+    values = mask.tolist() if hasattr(mask, "tolist") else mask
+    runs = groupby(values if isinstance(values, list | tuple) else ())
     return max((sum(1 for _ in run) for sampled, run in runs if sampled), default=0)
 
 
