@@ -32,17 +32,12 @@ async def show(client: Client, opened: OpenRun) -> None:
     with page(client, f"{opened.name}: settings", opened.name, "Settings"):
         values = await to_thread(opened.newest.ask, settings_of)
         where = shlex.quote(str(opened.path))
-        html(
-            part(
-                "commands",
-                [
-                    (
-                        "a policy version as a model folder, for any server",
-                        f"fsbarrier export OUT --log-path {where}",
-                    )
-                ],
-            )
-        )
+        commands = [
+            ("ask a version of the policy, in a terminal", f"fsbarrier chat --log-path {where}"),
+            ("serve it with an OpenAI-compatible API", f"fsbarrier serve --log-path {where}"),
+            ("write it as a model folder, for any other server", f"fsbarrier export OUT --log-path {where}"),
+        ]
+        html(part("commands", commands))
         html(part("settings", ["value"], [(name, [value], False) for name, value in values.items()]))
 
 
