@@ -316,7 +316,7 @@ def test_engines_are_told_which_policy_was_published(published: dict[str, Any], 
     ctx = context("engine_start", decisions=decisions, tasks=tasks)
     folder = Path("/run/checkpoints/policy-000002.g0001/model") if published else Path("/model")
     version, threads = published.get("policy_version", 0), ctx.threads
-    wanted, node = Weights(folder, version, threads, policy), RecordingNode(ctx)
+    wanted, node = Weights(folder, version, threads, policy, first_model=Path("/model")), RecordingNode(ctx)
     rl.start_engine(node)
     decision = RolloutDecision.from_json(assigned(replace(ctx, tasks=context().tasks)))
     rl.rollout(node, decision, [])

@@ -17,8 +17,6 @@ from fsbarrier.cli.start.policy_export import VersionToExport
 from fsbarrier.data import demo_tasks
 from fsbarrier.doctor import examine, machine
 from fsbarrier.doctor.findings import WARNING
-from fsbarrier.engine import answer_format
-from fsbarrier.engine.answer_format import Parsers
 from fsbarrier.errors import StoreError, UsageError
 from fsbarrier.loader import load_program
 from fsbarrier.program import Program
@@ -262,11 +260,9 @@ def _last_iteration(settings: Settings, tasks: Mapping[str, TaskSource], asked: 
         raise UsageError(f"{said}: {chosen['iterations'].source} also says when to stop; drop one of the two")
     sets = training_sets(settings, tasks)
     if len(sets) != 1 or settings.train.reward_weights:
-        why = (
-            "train.reward_weights draws tasks by their rewards"
-            if len(sets) == 1
-            else f"there are {len(sets)} training sets"
-        )
+        why = f"there are {len(sets)} training sets"
+        if len(sets) == 1:
+            why = "train.reward_weights draws tasks by their rewards"
         raise UsageError(f"{said}: there are no passes over the tasks, because {why}; give --iterations")
     return typed.epochs * iterations_of_a_pass(len(sets[0].tasks), settings.rollout.tasks)
 
@@ -317,15 +313,13 @@ def _inputs(
         model_folder.check_lengths(model, settings)
         blind = model_folder.try_model(model, settings, asked.say)
         model_folder.check_engines(settings, model)
-        if "data" in program.needs and settings.rl_phase != "update" and not asked.request.dry_run:
-            parsers = Parsers(settings.rollout.tool_parser, settings.rollout.reasoning_parser)
-            for line in answer_format.told(model, parsers, agent=settings.rollout.agent is not None):
-                asked.say(line)
     tasks: dict[str, TaskSource] = {}
     if data_path and named and "examples" in program.needs:
         tasks = task_files.read_examples(data_path, named, settings, model=model)
     elif data_path and named:
         tasks = task_files.read_tasks(data_path, named, settings, model=model, blind=blind, say=asked.say)
+    if model is not None and "data" in program.needs and not asked.request.dry_run:
+        model_folder.say_how_answers_are_read(model, settings, asked.say)
     return tasks, str(model) if model else None
 
 

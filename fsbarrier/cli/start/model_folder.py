@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsbarrier.cli.start.preflight import absolute
+from fsbarrier.engine import answer_format
+from fsbarrier.engine.answer_format import Parsers
 from fsbarrier.engine.model import classifies, inspect, max_positions, sees, untrainable_parts
 from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.planning.model_shape import examine
@@ -264,3 +266,13 @@ def try_model(folder: Path, settings: Settings, say: Callable[[str], None]) -> s
         say(f"trying {what} (this loads PyTorch and takes up to half a minute)")
         return examine(folder, lora).blind
     return ""
+
+
+def say_how_answers_are_read(folder: Path, settings: Settings, say: Callable[[str], None]) -> None:
+    """Say how a rollout will read the model's thoughts and calls. Only after all checks, since a refused start says one line."""
+    if settings.rl_phase == "update":
+        return
+    rollout = settings.rollout
+    parsers = Parsers(rollout.tool_parser, rollout.reasoning_parser)
+    for line in answer_format.told(folder, parsers, agent=rollout.agent is not None):
+        say(line)
