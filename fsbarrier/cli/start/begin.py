@@ -98,7 +98,12 @@ def begin(request: Request, say: Say = lambda line: None) -> Start:
     if hint := ranks.alone_in_a_job(rank, asked.typed.num_nodes, request.environ):
         say(hint)
     record = _find_record(asked, rank)
-    return _create(asked, rank) if record is None else _join(asked, record, rank)
+    start = _create(asked, rank) if record is None else _join(asked, record, rank)
+    # After all checks, since a start that is refused says one line.
+    program = load_program(start.settings.program)
+    for line in filter(None, (exposed(start.settings, program), unconfined(start.settings))):
+        say(line)
+    return start
 
 
 def _admit(log_path: Path, *, write: bool) -> None:
@@ -140,12 +145,6 @@ class _Asked:
             named="--log-path",
             inside=runrecord.STEERING,
         )
-
-    def check_this_node(self, settings: Settings, program: Program) -> None:
-        """Checks what this node has, and says once who else could run code in the run. Raises UsageError."""
-        check_node(settings, program, self.request.environ, dry_run=self.request.dry_run)
-        for line in filter(None, (exposed(settings, program), unconfined(settings))):
-            self.say(line)
 
     def check_rank(self, rank: ranks.Choice | None, num_nodes: int) -> None:
         """Raises UsageError if the run has several nodes and this node's rank is unknown."""
@@ -222,7 +221,7 @@ def _create(asked: _Asked, rank: ranks.Choice | None) -> Start:
     settings = resolve(chosen.values(), below)
     settings = model_folder.with_engines_folders(settings, settings.data_path, request.environ)
     asked.check_rank(rank, settings.num_nodes)
-    asked.check_this_node(settings, program)
+    check_node(settings, program, request.environ, dry_run=request.dry_run)
     tasks, model = _inputs(settings, program, asked, demo_tasks.FOLDER if is_demo else None)
     settings = replace(settings, iterations=_last_iteration(settings, tasks, asked))
     if is_demo:
@@ -345,7 +344,7 @@ def _join(asked: _Asked, record: RunRecord, rank: ranks.Choice | None) -> Start:
     until = _last_iteration(settings, record.tasks, asked)
     settings = _with_choices(asked, settings)
     # Environment variables, packages and the places of files may differ between nodes.
-    asked.check_this_node(settings, program)
+    check_node(settings, program, request.environ, dry_run=request.dry_run)
     runrecord.check_tasks(record)
     if program.reads_data:
         task_files.check_recorded(settings, record.tasks)
