@@ -72,7 +72,7 @@ def test_a_report_has_all_its_parts(tmp_path: Path) -> None:
         assert wanted in page.text, wanted
     # The legend, and a bar an iteration.
     assert page.attributes.count(("class", "p2")) == 1 + 6
-    assert page.tags.count("svg") == 9
+    assert page.tags.count("svg") == 10
     titles = {text.strip() for text in page.texts}
     assert {
         "reward",
@@ -82,7 +82,7 @@ def test_a_report_has_all_its_parts(tmp_path: Path) -> None:
     } <= titles
     assert "KL divergence from the reference policy" not in titles
     # The charts that matter less unfold.
-    assert "1 more charts" in page.text
+    assert "2 more charts" in page.text
     assert re.search(r"[\d.]+ % of (node \d's time|the time of nodes [\d, ]+): \w+", page.text)
 
 

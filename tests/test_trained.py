@@ -82,6 +82,25 @@ def test_a_policy_answers_lines(trained: tuple[Path, dict[str, str]]) -> None:
     assert (request["temperature"], request["max_tokens"]) == (0.5, 8)
 
 
+def test_a_system_message_begins_each_conversation(trained: tuple[Path, dict[str, str]]) -> None:
+    run, environ = trained
+    refused = done(environ, "chat", run, "--system", "be brief", said="dc=\n")
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1, refused.stderr
+    assert "--system: the model" in refused.stderr and "no chat template" in refused.stderr
+    (model,) = re.findall(r"the model (.*) has no chat template", refused.stderr)
+    template = Path(model, "chat_template.jinja")
+    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:")
+    try:
+        ended = done(environ, "chat", run, "--system", "be brief", said="dc=\n\nfe=\n")
+        assert ended.returncode == 0 and "talk to the policy" in ended.stderr, ended.stderr
+    finally:
+        template.unlink()
+    asked = Path(json.loads(environ["FAKE_VLLM"])["dir"], "requests.jsonl").read_text().splitlines()
+    sent = [request["messages"] for request in map(json.loads, asked) if request.get("messages")]
+    system = {"role": "system", "content": "be brief"}
+    assert sent[-2:] == [[system, {"role": "user", "content": words}] for words in ("dc=", "fe=")]
+
+
 def test_a_policy_is_served_until_ctrl_c(trained: tuple[Path, dict[str, str]]) -> None:
     run, environ = trained
     words = ("serve", run, "--json", "--api-key-env", "OWN_KEY")

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fsbarrier.cli.commands import flags
-from fsbarrier.errors import ProgramFailed
+from fsbarrier.errors import ProgramFailed, UsageError
 from fsbarrier.processes.signals import end, ending_signals_handled
 from fsbarrier.wording import printable
 
@@ -53,18 +53,22 @@ def main(args: argparse.Namespace) -> int:
         settings = replace(
             settings, engine=replace(settings.engine, url=args.url, api_key_env=args.api_key_env)
         )
+    model, version = policy.chosen.model, policy.chosen.version
+    chats = template_of(model) is not None
+    if args.system is not None and not chats:
+        raise UsageError(
+            f"--system: the model {model} has no chat template, so it is given no system message; drop it"
+        )
     external = not settings.manages_engine
     with ending_signals_handled(end):
         if not external:
             flags.say(
                 f"starting vLLM with {printable(policy.named)}; this takes half a minute, or longer for a large model"
             )
-        model, version = policy.chosen.model, policy.chosen.version
         with trained_policy.served(model, version, settings, external=external) as (info, _):
             if info.note:
                 flags.say(printable(info.note))
             client = EngineClient(info.url, info.api_key)
-            chats = template_of(model) is not None
             for answer in _answers(client, info.model, settings, args.system, chats=chats):
                 print("\n".join(map(printable, answer.split("\n"))), flush=True)
     return 0
