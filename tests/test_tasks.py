@@ -91,7 +91,7 @@ def test_parquet_with_verls_columns(tmp_path: Path) -> None:
     assert task.metadata["extra_info"] == {"index": 2048, "split": "train", "raw": "\ufffd"}
     del rows[1]["prompt"]
     parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    with pytest.raises(UsageError, match=r"train\.parquet, row 1: has no field prompt"):
+    with pytest.raises(UsageError, match=r"train\.parquet, row 1: prompt is null"):
         read_tasks(path)
     path.write_bytes(b"PAR1 nonsense")
     with pytest.raises(UsageError, match=r"train\.parquet: not a valid Parquet file"):
