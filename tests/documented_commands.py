@@ -22,6 +22,7 @@ IN_ANOTHER_TEST = {
     "fsbarrier chat": "test_trained.py::test_a_policy_answers_lines",
     "fsbarrier serve --log-path": "test_trained.py::test_a_policy_is_served_until_ctrl_c",
     "export VLLM_API_KEY=choose-a-long-one": "test_trained.py::test_the_page_about_a_server_of_ones_own",
+    "./run.sh --debug-mode engine.url=http://127.0.0.1:8000": "test_trained.py::test_the_page_about_a_server_of_ones_own",
     "fsbarrier serve --model": "test_trained.py::test_the_page_about_a_server_of_ones_own",
     "python3 phases/environments/browser_server.py --tasks": "test_browser.py::test_the_tasks_about_the_shop_are_tasks",
 }

@@ -300,7 +300,8 @@ def test_the_best_evaluated_is_handed_on(tmp_path: Path) -> None:
         evaluated = {} if reward is None else {"reward_mean": reward}
         made = {"folder": RunPaths(tmp_path).checkpoint(iteration, 2).name, "policy_version": iteration}
         decisions: dict[str, Any] = {"eval_rollout": {"iteration": iteration, "value": evaluated}}
-        decisions["update"] = {"iteration": iteration, "value": made}
+        ready = {"makes": made, "master_addr": "127.0.0.1", "master_port": 1}
+        decisions["update_ready"] = {"iteration": iteration, "value": ready}
         if last is not None:
             decisions["weights_publish"] = {"iteration": iteration - 1, "value": last}
         context = Context(
