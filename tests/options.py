@@ -60,7 +60,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "samples": ("rollout.samples=2", "rollout.samples=3"),
     "temperature": ("rollout.temperature=1.0", "rollout.temperature=0.7"),
-    "length": ("rollout.max_tokens=16 rollout.max_thinking_tokens=3", "rollout.max_tokens=40"),
+    "length": (
+        "rollout.max_tokens=16 rollout.max_thinking_tokens=3",
+        "rollout.max_tokens=40 rollout.max_thinking_tokens=none",
+    ),
     "rollouts": (
         "rollout.concurrency=1",
         "rollout.concurrency=64",
@@ -202,7 +205,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "longest": ("engine.max_model_len=64", "engine.max_model_len=4096"),
     "checkpoints": (
-        "checkpoint.keep=1 checkpoint.keep_every=1 checkpoint.trainer_every=1 checkpoint.whole_every=1",
+        "checkpoint.keep=1 checkpoint.keep_every=1 checkpoint.trainer_every=none checkpoint.whole_every=1",
         "checkpoint.keep=3 checkpoint.keep_every=2 checkpoint.trainer_every=2 checkpoint.keep_trajectories=1 checkpoint.whole_every=3",
         "checkpoint.keep_every=0 checkpoint.keep_trajectories=0",
     ),
@@ -285,7 +288,7 @@ ELSEWHERE = {
     "engines.NAME.model=none": "is refused (test_frozen.py)",
     "engines.NAME.placement=none": "what engines have that do not give one",
     **dict.fromkeys(
-        ("code.timeout_s", "code.memory_mb", "code.partial=true", "code.partial=false"),
+        ("code.timeout_s", "code.memory_mb", "code.partial", "code.partial=true", "code.partial=false"),
         "test_code_reward.py: the table's tasks have no tests",
     ),
     "judge.images=none": "what all runs have that do not give one",
