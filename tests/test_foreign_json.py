@@ -179,7 +179,7 @@ def hear(data: bytes) -> None:
         theirs.sendall(data[:60_000] + b"\n")
         theirs.shutdown(socket.SHUT_WR)
         while not link.ended:
-            heard = link.hear(10.0)
+            heard = link.receive(10.0)
             assert heard is None or isinstance(heard, dict)
 
 
