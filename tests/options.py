@@ -299,6 +299,7 @@ ELSEWHERE = {
 
 #: settings on which the programs of a run do not act themselves, or only beside some others, and why
 NOT_ALWAYS_ACTED_ON = {
+    "trainer.private_network": "where an update spans nodes, only a start reads it",
     **dict.fromkeys(("data_path", "model", "init_from", "debug_mode"), "a start resolves it"),
     **dict.fromkeys(("trust_mount", "allow_idle"), "a start checks it"),
     **dict.fromkeys(

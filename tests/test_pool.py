@@ -21,11 +21,11 @@ from waiting import until
 from fsbarrier.pool import directory
 from fsbarrier.pool.directory import RECORD, Pool, existing
 from fsbarrier.pool.queue import (
+    Assignment,
     Ended,
     Job,
     Joined,
     Over,
-    Place,
     Placed,
     Queue,
     Record,
@@ -71,9 +71,9 @@ def test_the_higher_priority_goes_first_and_then_the_older_job() -> None:
         line.apply(decision)
     assert order == [2, 3, 1]
     assert [line.place_of(node) for node in (5, 6, 7)] == [
-        Place(2, 0, 5, 4),
-        Place(3, 0, 6, 5),
-        Place(1, 0, 7, 6),
+        Assignment(2, 0, 5, 4),
+        Assignment(3, 0, 6, 5),
+        Assignment(1, 0, 7, 6),
     ]
     assert decides(line, {5, 6, 7}) is None
 
@@ -167,7 +167,7 @@ def test_of_two_decisions_at_once_one_counts(pool: Pool) -> None:
     pool.read(), other.read()
     assert pool.decide(Placed(1, {0: 1, 1: 2}))
     assert not other.decide(Placed(2, {0: 1}))
-    assert other.read().place_of(1) == Place(1, 0, 1, 4)
+    assert other.read().place_of(1) == Assignment(1, 0, 1, 4)
     # What does not follow from the log is said after whatever others say.
     assert Pool(pool.root).append(Ended(1, 1, 4, 4)) == 5
     assert pool.append(StopAsked(1, "ann")) == 6
