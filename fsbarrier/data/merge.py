@@ -187,7 +187,7 @@ def _read_part(part: Part, take: OnGroup, *, must_be_whole: bool) -> RankFile:
 
 
 def publish(collected: Collected) -> AggregateReport:
-    """Write the merged file; its groups are then no longer in `found`. Raises UsageError (missing tasks), StoreError."""
+    """Write the merged file; its groups are then no longer in `collected`. Raises UsageError (missing tasks), StoreError."""
     request, out = collected.request, collected.request.out
     check_plain(request.metadata, "the metadata")
     check_nothing_is_missing(collected)
@@ -202,7 +202,7 @@ def publish(collected: Collected) -> AggregateReport:
         "unjudged": stats.unjudged,
     }
     metadata = {**request.metadata, **merged, **_metadata(collected, all_stats)}
-    # Remove each group from `found`, so that it is not in memory twice.
+    # Remove each group from `collected`, so that it is not in memory twice.
     groups = (collected.groups.pop(task) for task in sorted(collected.groups))
     content = merged_file.encode(groups, metadata)
     try:

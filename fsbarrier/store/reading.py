@@ -71,7 +71,7 @@ def open_plain(path: Path | str, *, links: bool = False, dir_fd: int | None = No
 
 
 def check_plain(status: os.stat_result, path: Path | str) -> None:
-    """Raises NotPlain or IsADirectoryError if `found` is not a regular file."""
+    """Raises NotPlain or IsADirectoryError if `status` is not a regular file's."""
     kind = stat.S_IFMT(status.st_mode)
     if kind == stat.S_IFDIR:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))

@@ -58,7 +58,7 @@ class Objective(Protocol):
         chosen: list[int],
         divisor: Divisor,
     ) -> LossSums:
-        """A micro-batch's contribution to the minibatch's loss. `found`: the model's outputs, each [sequences, longest]; `chosen`: the
+        """A micro-batch's contribution to the minibatch's loss. `outputs`: the model's, each [sequences, longest]; `chosen`: the
         micro-batch's sequences, empty if it has weight zero."""
 
     def before_step(self, totals: Sums) -> None:

@@ -67,7 +67,7 @@ def _ask_for_stacks(paths: RunPaths) -> Iterator[str]:
 
 
 def _archive(paths: RunPaths, folder: str, stack_lines: list[str]) -> bytes:
-    """`said`, the ends of the logs and journals, and the last heartbeats, below `folder`.
+    """`stack_lines`, the ends of the logs and journals, and the last heartbeats, below `folder`.
 
     Only plain files with one name are included, no link is followed, and passwords in addresses are removed. Raises OSError.
     """
