@@ -410,8 +410,11 @@ class Loses:
         await client.chat(task.messages)
         with (FOLDER / task.prompt).open("a") as tries:
             tries.write("x")
-        if "!lost" in task.prompt or ("!once" in task.prompt and not (FOLDER / "lost").exists()):
-            (FOLDER / "lost").touch()
+        once = FOLDER / "lost once"
+        if "!lost" in task.prompt or ("!once" in task.prompt and not once.exists()):
+            # Another task's episodes may come first, and must not use up this one's loss.
+            if "!once" in task.prompt:
+                once.touch()
             raise EnvironmentLost("it is gone")
 
 class Half:
