@@ -6,10 +6,12 @@ They could otherwise use up the process's file descriptors, or try keys.
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
+import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from fsbarrier.network.listening import stranger
+from fsbarrier.network.listening import AT_ONCE, stranger
 
 
 class OwnUserOnly(H11Protocol):
@@ -34,3 +36,20 @@ class OwnUserOnly(H11Protocol):
 def own_user_only(what: str) -> type[OwnUserOnly]:
     """The protocol of one server, which is called `what` in its messages."""
     return type("OwnUserOnly", (OwnUserOnly,), {"what": what, "told": set()})
+
+
+def own_user_config(application: Any, what: str, **more: Any) -> uvicorn.Config:
+    """The configuration of a server of ours: for this user only, with a bound on waiting connections, and silent but for errors.
+
+    `more`: further arguments of uvicorn.Config.
+    """
+    return uvicorn.Config(
+        application,
+        http=own_user_only(what),
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        backlog=AT_ONCE,
+        server_header=False,
+        **more,
+    )

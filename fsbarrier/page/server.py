@@ -17,8 +17,8 @@ from urllib.parse import parse_qsl, urlencode
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from fsbarrier.network.listening import AT_ONCE, same_key
-from fsbarrier.network.own_user_http import own_user_only
+from fsbarrier.network.listening import same_key
+from fsbarrier.network.own_user_http import own_user_config
 from fsbarrier.wording import one_line
 
 HOST = "127.0.0.1"
@@ -128,14 +128,8 @@ def new_key() -> str:
 def serve(application: ASGIApp, listening: socket.socket, key: str) -> None:
     """Serve until Ctrl-C or SIGTERM, which are raised again at the end."""
     log_one_line()
-    config = uvicorn.Config(
-        KeyGate(application, key, listening.getsockname()[1]),
-        http=own_user_only("fsbarrier view"),
-        ws="websockets-sansio",
-        log_config=None,
-        access_log=False,
-        backlog=AT_ONCE,
-        server_header=False,
-        timeout_graceful_shutdown=CLOSE_S,
+    gate = KeyGate(application, key, listening.getsockname()[1])
+    config = own_user_config(
+        gate, "fsbarrier view", ws="websockets-sansio", timeout_graceful_shutdown=CLOSE_S
     )
     uvicorn.Server(config).run(sockets=[listening])

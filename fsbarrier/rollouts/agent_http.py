@@ -19,8 +19,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from fsbarrier.network.listening import AT_ONCE, on_loopback, same_key
-from fsbarrier.network.own_user_http import own_user_only
+from fsbarrier.network.listening import on_loopback, same_key
+from fsbarrier.network.own_user_http import own_user_config
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rollouts.agent_client import Recorder
 from fsbarrier.rollouts.episode import Reply, TurnFailed
@@ -88,17 +88,12 @@ class Endpoint:
     def __init__(self) -> None:
         self._key = secrets.token_urlsafe(24)
         self._clients: dict[str, Recorder] = {}
-        config = uvicorn.Config(
+        config = own_user_config(
             self._application,
+            "agents' address",
             interface="asgi3",
-            http=own_user_only("agents' address"),
             ws="none",
             lifespan="off",
-            log_config=None,
-            log_level="error",
-            access_log=False,
-            backlog=AT_ONCE,
-            server_header=False,
             timeout_keep_alive=KEEPALIVE_S,
             timeout_graceful_shutdown=CLOSE_S,
         )

@@ -64,6 +64,7 @@ class Start:
 
     record: RunRecord
     settings: Settings
+    program: Program
     node_rank: int
     until: int | None
     created: bool
@@ -100,8 +101,7 @@ def begin(request: Request, say: Say = lambda line: None) -> Start:
     record = _find_record(asked, rank)
     start = _create(asked, rank) if record is None else _join(asked, record, rank)
     # After all checks, since a start that is refused says one line.
-    program = load_program(start.settings.program)
-    for line in filter(None, (exposed(start.settings, program), unconfined(start.settings))):
+    for line in filter(None, (exposed(start.settings, start.program), unconfined(start.settings))):
         say(line)
     return start
 
@@ -237,7 +237,7 @@ def _create(asked: _Asked, rank: ranks.Choice | None) -> Start:
     settings = replace(settings, model=model)
     record = runrecord.new(log_path, settings, tasks=tasks, model=model)
     if request.dry_run:
-        return Start(record, settings, 0, settings.iterations, created=False)
+        return Start(record, settings, program, 0, settings.iterations, created=False)
     if is_demo:
         # Create the record last, so that a failed start leaves nothing behind.
         demo_tasks.make(demo)
@@ -246,7 +246,7 @@ def _create(asked: _Asked, rank: ranks.Choice | None) -> Start:
         # Another process created the record first.
         return _join(asked, published, rank)
     asked.check_trusted()
-    return Start(record, settings, 0, settings.iterations, created=True)
+    return Start(record, settings, program, 0, settings.iterations, created=True)
 
 
 def _last_iteration(settings: Settings, tasks: Mapping[str, TaskSource], asked: _Asked) -> int | None:
@@ -349,7 +349,7 @@ def _join(asked: _Asked, record: RunRecord, rank: ranks.Choice | None) -> Start:
     if program.reads_data:
         task_files.check_recorded(settings, record.tasks)
     number = rank.value if rank else 0
-    return Start(record, settings, number, until, created=False, stated=stated)
+    return Start(record, settings, program, number, until, created=False, stated=stated)
 
 
 def _changed(
