@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from commands import typed
+from test_failure_reason import plant_vllm
 from trainer_bench import Bench, bench, first_weights, largest_difference, policy_of
+from waiting import DEADLINE_S
 
+from fsbarrier.engine.client import EngineClient
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.node import Publication
 from fsbarrier.run.job import RowJob, Workplace
@@ -224,6 +231,23 @@ def test_damaged_adapters_are_named_and_a_node_without_room_says_what_to_do(
     with pytest.raises(ProgramFailed, match=r"adapter_model\.safetensors differs from what"):
         adapted.served(2)
     assert not list((adapted.folder / "node").iterdir())
+
+
+def test_a_version_that_is_not_whole_is_made_whole_before_it_is_served(adapted: Run, tmp_path: Path) -> None:
+    planted = {**os.environ, **plant_vllm(tmp_path)}
+    words = [sys.executable, "-P", "-m", "fsbarrier", "serve", "--json", "--version", "2"]
+    process = subprocess.Popen(
+        [*words, "--log-path", adapted.log_path], env=planted, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        told = json.loads(process.stdout.readline())
+        loaded = Path(str(EngineClient(told["url"], told["api_key"]).model()["root"]))
+        assert largest_difference(tensors(loaded), tensors(adapted.served(2))) == 0
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=DEADLINE_S)
+    assert not loaded.exists()
 
 
 def test_another_run_begins_with_merged_adapters(adapted: Run, tmp_path: Path) -> None:

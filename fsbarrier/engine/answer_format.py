@@ -11,10 +11,14 @@ import importlib.util
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Self
 
 from fsbarrier.engine.model import parser_of, template_of
 from fsbarrier.engine.model import recognised as calls_of
 from fsbarrier.settings.value_types import SWITCHES
+
+if TYPE_CHECKING:
+    from fsbarrier.settings.sections import RolloutSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +121,10 @@ class Parsers:
 
     tools: str | None = None
     reasoning: str | None = None
+
+    @classmethod
+    def of(cls, settings: RolloutSettings) -> Self:
+        return cls(settings.tool_parser, settings.reasoning_parser)
 
 
 NO_CHOICE = Parsers()

@@ -366,7 +366,7 @@ def make_engines(
         work_dir=work_dir,
         devices=devices,
         secrets_named=(settings.judge.api_key_env,),
-        parsers=Parsers(settings.rollout.tool_parser, settings.rollout.reasoning_parser),
+        parsers=Parsers.of(settings.rollout),
     )
 
 

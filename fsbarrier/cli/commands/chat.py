@@ -53,7 +53,7 @@ def main(args: argparse.Namespace) -> int:
         settings = replace(
             settings, engine=replace(settings.engine, url=args.url, api_key_env=args.api_key_env)
         )
-    model, version = policy.chosen.model, policy.chosen.version
+    model = policy.chosen.model
     chats = template_of(model) is not None
     if args.system is not None and not chats:
         raise UsageError(
@@ -65,7 +65,7 @@ def main(args: argparse.Namespace) -> int:
             flags.say(
                 f"starting vLLM with {printable(policy.named)}; this takes half a minute, or longer for a large model"
             )
-        with trained_policy.served(model, version, settings, external=external) as (info, _):
+        with trained_policy.served(policy.chosen, settings, external=external) as (info, _):
             if info.note:
                 flags.say(printable(info.note))
             client = EngineClient(info.url, info.api_key)

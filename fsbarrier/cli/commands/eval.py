@@ -35,7 +35,7 @@ def main(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from fsbarrier.cli.launchers import local
-    from fsbarrier.cli.start import begin, ranks, trained_policy
+    from fsbarrier.cli.start import begin, policy_export, ranks, trained_policy
     from fsbarrier.data import tables
     from fsbarrier.store.local_folders import scratch_dir, user_dir
 
@@ -50,7 +50,8 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError(f"--data {data}: no such file or folder")
     environ = ranks.without_launchers(os.environ)
     with scratch_dir(user_dir(), "eval") as folder:
-        chosen, kept = trained_policy.evaluation(policy, args.settings, data, folder / "evaluation")
+        model = policy_export.made_whole(policy.chosen, folder / "model")
+        chosen, kept = trained_policy.evaluation(policy, model, args.settings, data, folder / "evaluation")
         request = begin.Request(chosen=chosen, environ=environ, master=True, defaults=kept)
         start = begin.begin(request, flags.say)
         flags.say(f"evaluating {printable(policy.named)}")

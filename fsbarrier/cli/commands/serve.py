@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsbarrier.cli.commands import flags
@@ -17,6 +16,7 @@ from fsbarrier.processes.signals import end, ending_signals_handled
 from fsbarrier.wording import printable
 
 if TYPE_CHECKING:
+    from fsbarrier.cli.start.policy_export import VersionToExport
     from fsbarrier.settings.sections import Settings
 
 EXAMPLE = "fsbarrier serve --log-path runs/default --version 6 --port 8000"
@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
     key = os.environ.get(args.api_key_env, "") if args.api_key_env else ""
     if args.api_key_env and not key:
         raise UsageError(f"--api-key-env {args.api_key_env}: this variable is not set; export it")
-    model, version, named, settings = _what(args)
+    chosen, named, settings = _what(args)
 
     def tell(port: int) -> None:
         url = f"http://{HOST}:{port}/v1"
@@ -61,15 +61,16 @@ def main(args: argparse.Namespace) -> int:
 
     with ending_signals_handled(end):
         flags.say(f"starting vLLM with {named}; this takes half a minute, or longer for a large model")
-        with trained_policy.served(model, version, settings, api_key=key) as (info, engine):
+        with trained_policy.served(chosen, settings, api_key=key) as (info, engine):
             _, socket_path = base_and_socket(info.url)
             forward(str(socket_path), args.port or 0, ready=tell, lives=lambda: not engine.ended)
             raise ProgramFailed(engine.how_it_ended())
 
 
-def _what(args: argparse.Namespace) -> tuple[Path, int, str, Settings]:
-    """The model folder to serve, its policy version, how messages name it, and the settings. Raises UsageError, ProgramFailed."""
+def _what(args: argparse.Namespace) -> tuple[VersionToExport, str, Settings]:
+    """The policy version or the model to serve, how messages name it, and the settings. Raises UsageError, ProgramFailed."""
     from fsbarrier.cli.start import model_folder, trained_policy
+    from fsbarrier.cli.start.policy_export import VersionToExport
     from fsbarrier.settings.resolve import resolve
     from fsbarrier.settings.sections import known_names
     from fsbarrier.settings.sources import from_words
@@ -80,7 +81,7 @@ def _what(args: argparse.Namespace) -> tuple[Path, int, str, Settings]:
                 raise UsageError("--model: serves a folder and no policy of a run; drop one of the two")
         folder = model_folder.find_model(args.model, None, os.environ)
         settings = resolve(from_words(args.settings, known_names()), cross_checks=False)
-        return folder, 0, printable(f"model {folder}"), settings
+        return VersionToExport(0, folder), printable(f"model {folder}"), settings
     trusts = {"shared_group": args.shared_group, "trust_mount": args.trust_mount}
     policy = trained_policy.find(flags.find_log_path(args), args.version, **trusts)
-    return policy.chosen.model, policy.chosen.version, printable(policy.named), policy.settings(args.settings)
+    return policy.chosen, printable(policy.named), policy.settings(args.settings)

@@ -82,7 +82,7 @@ class DescribingNode(Node):
         elif not folder.is_dir():
             self.lines.append("engine: start vLLM on the model, once the run has created it")
         else:
-            parsers = Parsers(settings.rollout.tool_parser, settings.rollout.reasoning_parser)
+            parsers = Parsers.of(settings.rollout)
             agent = settings.rollout.agent is not None
             self.lines.extend(answer_format.told(folder, parsers, agent=agent))
             served = answer_format.served_by(folder, parsers)

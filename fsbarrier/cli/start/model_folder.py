@@ -272,7 +272,6 @@ def say_how_answers_are_read(folder: Path, settings: Settings, say: Callable[[st
     """Say how a rollout will read the model's thoughts and calls. Only after all checks, since a refused start says one line."""
     if settings.rl_phase == "update":
         return
-    rollout = settings.rollout
-    parsers = Parsers(rollout.tool_parser, rollout.reasoning_parser)
-    for line in answer_format.told(folder, parsers, agent=rollout.agent is not None):
+    parsers, agent = Parsers.of(settings.rollout), settings.rollout.agent is not None
+    for line in answer_format.told(folder, parsers, agent=agent):
         say(line)

@@ -126,6 +126,21 @@ def export(chosen: VersionToExport, target: Path) -> None:
         files.discard(staging)
 
 
+def made_whole(chosen: VersionToExport, into: Path) -> Path:
+    """A model folder with all weights of a version: where it lies or, if the run has only adapters or a delta of it, made in the new
+    folder `into`. Raises ProgramFailed."""
+    if chosen.folder is None or checkpoints.read_manifest(chosen.folder).whole:
+        return chosen.model
+    try:
+        materialise(chosen.folder, into, chosen.first_model)
+    except OSError as error:
+        why = f"{error.filename or into}: {error.strerror or error}"
+        raise ProgramFailed(
+            f"policy version {chosen.version} cannot be made whole: {why}; `fsbarrier export DIR` makes it where there is room"
+        ) from None
+    return into
+
+
 def _copy(chosen: VersionToExport, out: Path) -> None:
     if not chosen.digests:
         # A user's own folder may contain links, as the Hugging Face cache does.

@@ -90,11 +90,12 @@ def _kept(settings: Settings) -> dict[str, object]:
 
 
 def evaluation(
-    policy: TrainedPolicy, words: Sequence[str], data: Path | None, log_path: Path
+    policy: TrainedPolicy, model: Path, words: Sequence[str], data: Path | None, log_path: Path
 ) -> tuple[tuple[ChosenValue, ...], dict[str, object]]:
     """What a user would choose for a run in `log_path` that only evaluates this policy, and the defaults below that.
 
-    `data`: a task file to use instead of the run's, or a folder with a test file. Raises UsageError.
+    `model`: the policy's folder, with all weights. `data`: a task file to use instead of the run's, or a folder with a test file.
+    Raises UsageError.
     """
     recorded, kept = policy.record.settings, dict(policy.kept)
     data_path = str(recorded.data_path) if recorded.data_path is not None else None
@@ -109,7 +110,7 @@ def evaluation(
     values: dict[str, object] = {
         "log_path": str(log_path),
         "data_path": data_path,
-        "model": str(policy.chosen.model),
+        "model": str(model),
         "program": recorded.program if own_program else "rl",
         "rl_phase": "rollout",
         "rollout_split": "eval-only",
@@ -124,9 +125,9 @@ def evaluation(
 
 @contextmanager
 def served(
-    model: Path, version: int, settings: Settings, *, external: bool = False, api_key: str = ""
+    chosen: VersionToExport, settings: Settings, *, external: bool = False, api_key: str = ""
 ) -> Iterator[tuple[EngineInfo, Engine]]:
-    """An engine that serves the model folder, on the first accelerators of this node, until the block ends. `external`: use the server
+    """An engine that serves the policy version, on the first accelerators of this node, until the block ends. `external`: use the server
     at `engine.url` instead. `api_key`: "": a new one. Raises UsageError, ProgramFailed."""
     wanted = replace(settings.engine, replicas=1)
     if not external:
@@ -141,10 +142,11 @@ def served(
             work_dir=folder,
             placement=placement,
             secrets_named=(settings.judge.api_key_env, settings.engine.api_key_env),
-            parsers=Parsers(settings.rollout.tool_parser, settings.rollout.reasoning_parser),
+            parsers=Parsers.of(settings.rollout),
             api_key=api_key,
         )
+        model = chosen.model if external else policy_export.made_whole(chosen, folder / "model")
         try:
-            yield engine.ensure(model, version, cancel=threading.Event()), engine
+            yield engine.ensure(model, chosen.version, cancel=threading.Event()), engine
         finally:
             engine.stop()
