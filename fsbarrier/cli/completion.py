@@ -59,7 +59,7 @@ def install(environ: Mapping[str, str]) -> str:
 def candidates(
     words: Sequence[str], commands: Sequence[str], load: Callable[[str], CommandModule]
 ) -> list[str]:
-    """What the last word can become. None of files, which the shell completes itself. Raises UsageError for an unknown command."""
+    """What the last word can become, except file names: the shell completes those itself. Raises UsageError for an unknown command."""
     *before, last = words or [""]
     if not before:
         return _beginning([*commands, "--help", "--version", INSTALL], last)

@@ -116,7 +116,7 @@ def parse(command: CommandModule, name: str, arguments: Sequence[str]) -> argpar
     command.add_arguments(parser)
     if not getattr(command, "TAKES_A_COMMAND", False):
         return parser.parse(arguments)
-    # What comes after it are another program's words.
+    # The words after "--" are another program's.
     own = [*itertools.takewhile(lambda word: word != "--", arguments)]
     args = parser.parse(own)
     args.command = [*arguments[len(own) + 1 :]]

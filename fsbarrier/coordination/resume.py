@@ -109,7 +109,7 @@ class _PastGeneration:
         """The furthest row that a member has entered, according to the heartbeats and the facts."""
         observer, number = self.observer, self.generation.number
         # If this node has read a leader's fact about a row, the leader has entered it, even if a stale listing does not show the fact.
-        read = [position for of, position in self.known if of == number]
+        read = [position for generation, position in self.known if generation == number]
         root, furthest = observer.paths.facts_of(number), max([self.heard(), *read])
         if root.name not in observer.store.names(observer.paths.coordination):
             return furthest

@@ -55,7 +55,7 @@ def roles(accelerators: int, began: Settings, current: Payload) -> list[Role]:
 def poll_intervals(settings: Settings) -> PollIntervals:
     """The pauses that follow from the run's settings."""
     coordination = settings.coordination
-    # A killed daemon is named within this time; a large run spares the metadata server.
+    # The journal names a killed daemon within this time. The nodes of a large run look less often, to spare the metadata server.
     beats_s = coordination.beat_s * min(1.0, 0.7 * size_factor(settings.num_nodes))
     return PollIntervals(
         members_s=0.1 * size_factor(settings.num_nodes),

@@ -21,7 +21,7 @@ from typing import Any
 from fsbarrier.processes.fork_server import ForkServer, Job, Messages
 from fsbarrier.processes.supervisor import own_program, with_this_package
 
-# How long a process may take to end, and how late a process may be that enforces the time limit of its calls itself.
+# How long a process may take to end, and how late its answer may come if it enforces the time limit of its calls itself.
 GRACE_S = 2.0
 
 

@@ -250,10 +250,10 @@ class Child:
 
     def _settle(self) -> None:
         """Called when the guard has ended. The process tree is gone too, unless the guard was killed."""
-        # It has closed its end of the socket, so it is about to exit.
+        # The guard has closed its end of the socket, so it is about to exit.
         self._guard.wait()
         if self._reported_code is None:
-            # It was killed. The kernel has killed the main program with it.
+            # The guard was killed, and the kernel has killed the main program with it.
             orphans.end_orphans()
         self._exit_code = -int(signal.SIGKILL) if self._reported_code is None else self._reported_code
         self._socket.close()

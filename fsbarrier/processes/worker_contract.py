@@ -8,9 +8,9 @@
     result.json    Written by the program once, at the end. The daemon reads it after exit code 0, or when a kept program reports
                    that it is done. "start_s" is the time from the launch to the start of the work.
 
-A program that fails prints a one-line message and exits with 1, or with 2 if a setting or an input file is wrong, or with 3 if a
-filesystem failed, in which case the daemon starts it again, so it must be able to continue, or to begin anew; or with NOT_PERMITTED if
-this node may not use a file, which another node perhaps may.
+A program that fails prints a one-line message. It exits with 2 if a setting or an input file is wrong, with NOT_PERMITTED if this node
+may not use a file (another node perhaps may), with 3 if a filesystem failed, and otherwise with 1. After a 3 the daemon starts it again,
+so it must be able to continue, or to begin anew.
 
 The upper half of this module is the daemon's side. It validates size and structure of everything it reads, because the
 program may be the user's own. The lower half is for our own programs.
@@ -42,7 +42,7 @@ from fsbarrier.store.retry import is_of_the_mount
 NOT_PERMITTED = 77
 # Every heartbeat contains the progress.
 MAX_PROGRESS_BYTES = 64 * 1024
-# Every node reads a result as part of a decision, also that of a function. A record may be four times as large.
+# The longest result of a program or of a row's function. Every node reads it as part of a decision, whose record may be four times as large.
 MAX_RESULT_BYTES = 16 * 1024 * 1024
 # The daemon embeds a result in a record a few levels deeper, and the JSON library has a nesting limit.
 MAX_NESTING = 100

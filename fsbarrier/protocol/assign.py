@@ -91,7 +91,7 @@ def _by_weight(
 ) -> list[int]:
     """Tasks in the order of a weighted draw without replacement (Efraimidis and Spirakis 2006, with the logarithm of their key)."""
     rng = random.Random(f"{key}:{iteration}:weighted")
-    # Each task draws a number, so that it does not depend on the weights of other tasks.
+    # Each task draws a number of its own, which does not depend on the weights of other tasks.
     keys = {task: -math.log1p(-rng.random()) for task in tasks}
     weights = {task: weight_of(task) for task in tasks}
     wanted = sorted((task for task in tasks if weights[task]), key=lambda task: keys[task] / weights[task])

@@ -94,19 +94,20 @@ def _repeated(before: Sequence[FailedProgram], new: Sequence[FailedProgram]) -> 
 
 
 def _cannot_work(situation: Situation, failures: Sequence[FailedProgram], attempts: int) -> list[Member]:
-    """The members that failed in each attempt, in a way in which no other member did; none if the run cannot go on without them."""
+    """The members that failed in each attempt, with no message that a member had whose program worked in some attempt; none if the run
+    cannot go on without them."""
     direct = [failure for failure in failures if not failure.noticed]
-    tried = [
+    failed_in = [
         {failure.rank for failure in direct if failure.attempt == number} for number in range(1, attempts + 1)
     ]
-    always = set.intersection(*tried)
-    elsewhere = {failure.what for failure in direct if failure.rank not in always}
+    failed_each_time = set.intersection(*failed_in)
+    messages_of_others = {failure.what for failure in direct if failure.rank not in failed_each_time}
     unable = [
         member
         for member in situation.generation.members
-        if member.rank in always
-        and not any(failure.rank == member.rank and failure.what in elsewhere for failure in direct)
+        if member.rank in failed_each_time
+        and not any(failure.rank == member.rank and failure.what in messages_of_others for failure in direct)
     ]
-    left = [member.rank for member in situation.generation.members if member not in unable]
+    remaining = [member.rank for member in situation.generation.members if member not in unable]
     rules = situation.rules
-    return unable if rules.on_node_failure == "shrink" and left and not rules.lacks(left) else []
+    return unable if rules.on_node_failure == "shrink" and remaining and not rules.lacks(remaining) else []

@@ -59,14 +59,14 @@ class Join:
     pid: Count
     boot_id: str
     addresses: tuple[str, ...] = ()
-    #: the last iteration; the run follows the lowest rank
+    #: the last iteration that its command line asks for; the run follows that of the lowest rank
     until: Count | None = None
     version: str = ""
     #: the digest of its code; all members of a generation have the same
     digest: str = ""
     #: when it started, by its own clock: for people
     time: str = ""
-    #: the settings that each start may choose anew; the run follows the lowest rank
+    #: the settings that each start may choose anew; the run follows those of the lowest rank
     choices: Payload = field(default_factory=dict)
     #: the settings on its command line that may change from session to session, by their dotted names
     stated: Payload = field(default_factory=dict)

@@ -458,8 +458,8 @@ def release(situation: Situation) -> Step | None:
 
 
 def end_work_after_a_failure(situation: Situation) -> Step | None:
-    """A member's program failed, so this attempt is over on all nodes: cancel this node's work. If that member does not make the row's
-    result, those who do are done first."""
+    """A member's program failed, so this attempt is over on all nodes: cancel this node's work. If the failed member is none of those who
+    make the row's result (`Row.made_by`), their work is finished first."""
     failed, node = situation.view.failed, situation.node
     if not failed or node.failed_since is not None or situation.gone or situation.result_is_coming:
         return None
@@ -492,10 +492,11 @@ def forget_a_false_alarm(situation: Situation) -> Step | None:
 
 
 def tell_of_the_lost(situation: Situation) -> Step | None:
-    """Members are lost: the journal names them, before another rule answers that.
+    """Members are lost: the journal names them, before another rule answers the loss.
 
-    If they do not make this row's result, or were done with it, the others answer only once it is there. Example: a node that rolls out
-    ahead dies while other nodes train; they train to the end, and the next generation publishes what they have made.
+    If the lost members do not make this row's result, or were done with it, the others form a new generation only once the result is
+    there. Example: a node that rolls out ahead dies while other nodes train; they train to the end, and the next generation publishes
+    what they have made.
     """
     node = situation.node
     new = [loss for loss in situation.gone if loss.member not in node.told_lost]

@@ -60,7 +60,7 @@ class Seen:
     before: Seen | None = None
 
     def later(self, pause: float, now: float) -> Seen:
-        """This news with `pause` seconds of the silence since then left out."""
+        """The same news as if it had come `pause` seconds later, so that these do not count as silence."""
         before = self.before.later(pause, now) if self.before is not None else None
         return replace(self, since=min(self.since + pause, now), before=before)
 

@@ -1,1 +1,1 @@
-"""One file a command of `fsbarrier`: parse, validate, call the core, show the result."""
+"""The commands of `fsbarrier`, one file for each: parse, validate, call the core, show the result."""

@@ -1,7 +1,7 @@
 """Check tasks, model and reward together, in seconds and without an engine.
 
-What a start checks, and then: the first tasks as the policy will see them, the lengths of prompts, equal prompts, and what the reward gives
-to the reference answers of the first tasks and to nonsense.
+It checks what a start checks. Then it shows the first tasks as the policy will see them, the lengths of prompts, equal prompts, and the
+rewards that the reference answers of the first tasks get, and nonsense.
 """
 
 from __future__ import annotations

@@ -42,10 +42,10 @@ def add(
     types: Mapping[str, Callable[[str], float | str]] = TYPES,
     **defaults: object,
 ) -> None:
-    """Add flags to a command: `{"-n --lines N": help, "--follow": help}`; `N*`: it may be repeated. Whether a value is a number is told by
-    its metavar (`types`).
+    """Add flags to a command: `{"-n --lines N": help, "--follow": help}`; a flag with `N*` may be repeated. `types` says which metavars
+    stand for numbers.
 
-    `defaults`: those that are not None (or, without a metavar, False), by the flag's name without hyphens.
+    `defaults`: by the flag's name without hyphens. The default of other flags is None, and of those without a metavar False.
     """
     for words, text in flags.items():
         *names, last = words.split()
@@ -61,7 +61,7 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that define a run, and --dry-run; not those that say which node this is."""
     dry_run = "print the settings and every node's commands without starting anything"
     add(parser, {"--dry-run": dry_run, "--json": "with --dry-run: as JSON"})
-    # Their settings say what a value must be.
+    # The values stay text here; the settings that they stand for say what they must be.
     add(parser, RUN_FLAGS, types={})
     resume = "resume only, refuse to start a new run (without it, an existing run is resumed too)"
     add(parser, {"--config FILE.toml": CONFIG, "--resume": resume})
@@ -117,7 +117,7 @@ def add_log_path(parser: argparse.ArgumentParser) -> None:
 
 
 def take_settings(args: argparse.Namespace) -> None:
-    """Of a command that takes a run's folder and `key=value` words: the first word may be one of these, and no folder."""
+    """If the argument for a run's folder is a `key=value` word, move it to the settings. For commands that take both."""
     if args.run_folder and "=" in args.run_folder and not Path(args.run_folder).exists():
         args.settings.insert(0, args.run_folder)
         args.run_folder = None

@@ -41,7 +41,7 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError("--yes: contradicts --dry-run; drop one of the two")
     if args.json and not (args.yes or args.dry_run):
         raise UsageError("--json: asks nothing, so give --yes or --dry-run with it")
-    # A link to a run stays, and leads nowhere then.
+    # If the user named a link to a run, the run is removed. The link stays, and leads nowhere.
     record = load(flags.find_log_path(args).resolve())
     log_path = record.log_path
     if not args.dry_run:
@@ -94,7 +94,7 @@ def _files_below(path: Path) -> Iterator[os.stat_result]:
         if stat.S_ISDIR(status.st_mode):
             for name in os.listdir(path):
                 yield from _files_below(path / name)
-    # Something else removes it meanwhile, or it is not ours to read.
+    # Another process has removed it meanwhile, or this user may not read it.
     except OSError:
         return
 
@@ -122,7 +122,7 @@ def _agreed() -> bool:
 
 
 def _remove(paths: RunPaths, made: list[Path], kept: list[Path]) -> None:
-    """Raises StoreError."""
+    """Remove what fsbarrier `made`, and the folder too if nothing is `kept` in it. Raises StoreError."""
     try:
         for path in made:
             files.remove(path, paths.root)

@@ -53,7 +53,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _what(args: argparse.Namespace) -> tuple[Path, Path | None]:
-    """The folder of the runs to show, and the only run of it that is to be shown, if it is only one. Raises UsageError."""
+    """The folder of the runs to show, and the run if the user named a single one (else None). Raises UsageError."""
     if args.folder and args.log_path:
         raise UsageError(f"{args.folder} and --log-path {args.log_path}: name one of them")
     named = preflight.absolute(args.folder or args.log_path) if args.folder or args.log_path else None

@@ -112,13 +112,13 @@ def _shell_words(words: str | Sequence[str]) -> str:
 
 
 def sealed(text: str) -> bytes:
-    """The file with its last line."""
+    """The content of a generated file: the text, and the line with its digest."""
     data = os.fsencode(text)
     return data + _SEAL + hashlib.sha256(data).hexdigest()[:16].encode() + b"\n"
 
 
 def is_foreign(path: Path) -> str:
-    """Why a plain file there is not to be replaced, in words; "" if `fsbarrier launch` wrote it as it is, or there is none."""
+    """Why the file at `path` must not be replaced, in words; "" if it is as `fsbarrier launch` wrote it, or there is none."""
     if path.is_symlink() or not path.is_file():
         return ""
     try:

@@ -117,7 +117,7 @@ def _follow(children: Children, hosts: Sequence[str], generation: Path, say: Say
     codes: dict[int, int] = {}
 
     def goes_on() -> bool:
-        # At the look before: by now those have ended that failed for the same reason.
+        # Nodes that fail for the same reason do not end at the same instant, so a failure ends this one look after it was seen.
         failed = any(codes.values()) and failed_to_begin(children, generation)
         for rank in children.keys() - codes.keys():
             child, code = children[rank], children[rank].poll()
@@ -133,7 +133,7 @@ def _follow(children: Children, hosts: Sequence[str], generation: Path, say: Say
 
 
 def _exit_code(code: int, log: Path) -> int:
-    """The node's exit code. Of a connection that failed: that of a wrong host, or of a lost node if it had been established."""
+    """The node's exit code. If ssh lost the connection it is that of a lost node, and if there never was one, that of a wrong host."""
     if code != NO_CONNECTION:
         return code
     established = CONNECTED in log.read_text(encoding="utf-8", errors="replace").splitlines()

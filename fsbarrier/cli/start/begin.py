@@ -1,8 +1,8 @@
 """Turns the user's input into a run that can begin: settings, rank, record. Used by `run` and `launch`.
 
 On the first start, node 0 validates everything and creates run.json. All later starts load that record. A start may give different values
-only for settings that may change, and only node 0 changes them (protocol/session.py). Nothing is started before all checks have passed,
-and a failed check leaves nothing behind.
+only for settings that may change, and only node 0 changes them (docs/protocol.md, "Settings that change"). Nothing is started before all
+checks have passed, and a failed check leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def begin(request: Request, say: Say = lambda line: None) -> Start:
     chosen = {item.key: item for item in preflight.with_absolute_paths(request.chosen)}
     # Reject a mistyped value before waiting for another node or reading any file.
     typed = resolve(chosen.values(), cross_checks=False)
-    # And what no record can hold.
+    # Also reject a value that the run's record cannot hold.
     typed.encoded()
     log_path = Path(typed.log_path) if typed.log_path else preflight.default_log_path(request.environ)
     preflight.check_log_path(log_path)
@@ -100,7 +100,7 @@ def begin(request: Request, say: Say = lambda line: None) -> Start:
         say(hint)
     record = _find_record(asked, rank)
     start = _create(asked, rank) if record is None else _join(asked, record, rank)
-    # After all checks, since a start that is refused says one line.
+    # These warnings come after all checks, because a refused start prints nothing but its error.
     for line in filter(None, (exposed(start.settings, start.program), unconfined(start.settings))):
         say(line)
     return start
@@ -164,7 +164,7 @@ def _launchers_count(
     request: Request, chosen: Mapping[str, ChosenValue], *, there: bool
 ) -> ranks.Choice | None:
     """The number of nodes by the launcher that sets this node's rank, unless the user gives one. So a launcher that starts a run again with
-    more or fewer nodes needs no flag. Of a run that exists WORLD_SIZE says nothing, since it may count processes."""
+    more or fewer nodes needs no flag. WORLD_SIZE is ignored if the run exists, because it may count processes."""
     rank = None if "num_nodes" in chosen else _rank(request, None)
     count = ranks.count_nodes(rank, request.environ)
     return None if count is not None and count.source == "WORLD_SIZE" and there else count
@@ -225,7 +225,7 @@ def _create(asked: _Asked, rank: ranks.Choice | None) -> Start:
     tasks, model = _inputs(settings, program, asked, demo_tasks.FOLDER if is_demo else None)
     settings = replace(settings, iterations=_last_iteration(settings, tasks, asked))
     if is_demo:
-        # The run gets a copy.
+        # The run gets a copy of the demo's files, which `demo_tasks.make` writes below.
         model = settings.model
         tasks = {name: {**task, "path": str(demo / Path(task["path"]).name)} for name, task in tasks.items()}
     if not request.dry_run:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-#: of computing, for one prompt or picture; most take milliseconds
+#: how long a check may compute for one prompt or picture; most take milliseconds
 SECONDS = 3.0
 #: what a check may use in addition to what this process has
 MEMORY_BYTES = 4 << 30

@@ -108,7 +108,7 @@ def check_examples(
     *,
     split_turns: bool,
 ) -> None:
-    """Check that the template tells what the assistant says in each example from the rest. Raises UsageError naming the line.
+    """Check that in each example the rendered text shows which part the assistant says. Raises UsageError naming the line.
 
     `split_turns`: each answer is an example of its own.
     """
@@ -138,7 +138,7 @@ def check_examples(
 
 
 def _overridden(render: Callable[..., str], arguments: Mapping[str, object], **given: object) -> str:
-    """The rendering with these arguments of the template where an example gives no other."""
+    """Render with the values that an example has `given` to the template, and with `arguments` where it gives none."""
     return render(**{**arguments, **given})
 
 
@@ -164,7 +164,7 @@ def _dropped(
     def rendered(given: Sequence[Message], tools: object = list(tools) or None) -> str:
         try:
             return render(messages=for_template(given), add_generation_prompt=False, tools=tools)
-        # It refuses a conversation without the field, so it reads it.
+        # A template that refuses a conversation without the field does not leave it out.
         except Exception as error:
             return f"{type(error)}"
 
@@ -186,7 +186,7 @@ def _dropped(
 
 
 def _place_of_image(folder: Path) -> str:
-    """The text that stands for an image in a prompt; empty (which any text has) if that is not known."""
+    """The text that stands for an image in a prompt; "" if it is not known, which counts as being in every prompt."""
     tokens = placeholder_ids(object_in(folder / "config.json"))
     added = object_in(folder / "tokenizer.json").get("added_tokens", ()) if tokens else ()
     return next((str(token["content"]) for token in added if token["id"] in tokens[:1]), "")

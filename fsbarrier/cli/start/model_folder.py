@@ -98,7 +98,7 @@ def cached(cache: Path, name: str, named: str, kind: str = "models") -> Path | N
 
 def _check_model(named: str, folder: Path, tokenizer: Collection[str]) -> None:
     try:
-        # Also that each weight file is there, and as long as its header says.
+        # This also checks that each weight file is there, and as long as its header says.
         config = inspect(folder).config
     except ProgramFailed as error:
         raise UsageError(f"{named}: {error}; give a Hugging Face model folder") from None
@@ -116,11 +116,11 @@ def with_engines_folders(settings: Settings, data_path: str | None, environ: Env
     for name, engine in settings.engines.items():
         if engine.model is not None:
             folder = find_model(engine.model, data, environ, f"engines.{name}.model")
-            # The link of another run, which may be going on, leads elsewhere later.
+            # The folder may be a link in another run, which leads elsewhere when that run goes on.
             engines[name] = replace(engine, model=str(folder.resolve()))
     critic = settings.critic
     if critic.model is not None:
-        # It gets the policy's tokens, so it needs no tokenizer.
+        # The critic gets the policy's tokens, so it needs no tokenizer.
         folder = find_model(critic.model, data, environ, "critic.model", ())
         critic = replace(critic, model=str(folder.resolve()))
     return replace(settings, engines=engines, critic=critic)
@@ -130,7 +130,7 @@ def check_engines(settings: Settings, policy: Path | None) -> None:
     """Check that the frozen engines, and the critic, can do what they are asked for. Raises UsageError."""
     if settings.critic.model is not None:
         _check_vocabulary("critic.model", Path(settings.critic.model), policy)
-    # What asks, for which engine, whether it wants scores, and whether it sends the policy's tokens.
+    # For each use of an engine: which setting names it, its name, whether scores are wanted, whether it is sent the policy's tokens.
     uses = [
         (f"reward.kind={ENGINE}{name}", name, True, True) for name in scoring_engines(settings.reward.kind)
     ]

@@ -44,7 +44,7 @@ PLACEHOLDERS = (
 )
 #: trackers whose Python package has another name; one of these packages is needed
 TRACKER_PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX")}
-#: how the packages are named that a wheel brings only with its extras
+#: begins what an error says about packages that only the wheel's extras install: "a run's engines need vllm"
 RL = "a run's "
 #: settings that a program uses only if it needs a model or data (`Program.needs`)
 USED_WITH = {
@@ -106,7 +106,7 @@ def _check_fixed(settings: Settings, program: Program) -> None:
 
 
 def _check_accelerators(settings: Settings) -> None:
-    """`--expect-gpus`, as far as this node knows; of several, the leader counts all (run/admission.py)."""
+    """`--expect-gpus`, as far as this node can check it. With several nodes the leader counts all accelerators (run/admission.py)."""
     expected = settings.expect_gpus
     if expected is None:
         return
@@ -137,7 +137,7 @@ def exposed(settings: Settings, program: Program) -> str:
 
 def unconfined(settings: Settings) -> str:
     """One line if programs of answers run here without a sandbox; else ""."""
-    # Imported late, as the rewards are by the other checks.
+    # Imported late, since most starts have no such reward.
     from fsbarrier.rewards import code_sandbox
 
     if "code" not in reward_kinds(settings.reward.kind) or not (why := code_sandbox.missing()):
@@ -152,7 +152,7 @@ def unconfined(settings: Settings) -> str:
 
 
 def _engine(settings: Settings, environ: Environ) -> None:
-    """This node has the accelerators that its servers need. Of an existing server: its URL, and the variable with its key."""
+    """This node has the accelerators that its servers need. If the user has a server: its URL is valid, and the variable with its key set."""
     from fsbarrier.engine.answer_format import format_of
     from fsbarrier.engine.client import normal_url
     from fsbarrier.engine.placement import check_arguments, placements
@@ -257,7 +257,7 @@ def _check_packages(settings: Settings, needs: Collection[str]) -> None:
 
 
 def _packages(settings: Settings, needs: Collection[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """The packages that settings need: the setting, and the names of which one must be there."""
+    """Each setting that needs a package, and the names of packages of which one must be installed."""
     for tracker in settings.tracker.names:
         yield f"tracker.names={tracker}", ("accelerate",)
         yield f"tracker.names={tracker}", TRACKER_PACKAGES.get(tracker, (tracker,))

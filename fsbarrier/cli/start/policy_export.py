@@ -118,7 +118,7 @@ def export(chosen: VersionToExport, target: Path) -> None:
     try:
         _copy(chosen, staging)
         if (staging / "config.json").is_file():
-            # Also that each file of the weights is there, and as long as its header says. Adapters alone have no such file.
+            # This also checks that each weight file is there, and as long as its header says. Adapters alone have no such file.
             model_folder.inspect(staging)
         files.fsync_dir(staging)
         os.rename(staging, target)

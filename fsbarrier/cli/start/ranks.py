@@ -159,7 +159,7 @@ def _several(launcher: Launcher, environ: Environ, name: str) -> bool:
     try:
         return (launcher.count(environ, name) or 0) > 1
     except UsageError:
-        # Such as a range.
+        # The variable is no plain number. Some launchers write a range of numbers, which means several nodes.
         return True
 
 
@@ -237,7 +237,7 @@ def _one_hydra_task_a_node(environ: Environ, num_nodes: int | None) -> bool:
 
 
 def _volcanos_tasks(environ: Environ) -> str:
-    """Why the index of a pod in its task is no rank: the job has several tasks. "": it has not."""
+    """Why a pod's index in its task cannot be its rank, namely if the job has several tasks; "" if it has one."""
     names = _set_and_like(VOLCANOS_COUNT, environ)
     if len(names) < 2:
         return ""

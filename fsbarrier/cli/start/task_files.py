@@ -202,7 +202,7 @@ def _check_images(tasks: Iterable[Task], path: Path, model: Path, settings: Sett
                 continue
             seen.add(source)
             try:
-                # As the rollout will, so that it refuses none that was accepted here.
+                # Read them as the rollout will, so that the rollout refuses none that was accepted here.
                 with bounded():
                     images.as_kept(images.data_of(source))
             except (ValueError, Exceeded) as error:
@@ -303,7 +303,7 @@ def counter(folder: Path, arguments: Mapping[str, object]) -> CountTokens | None
 
 
 def _most_bytes(task: Task) -> int:
-    """At least as many as the prompt that the engine gets."""
+    """An upper bound of the bytes of the prompt that the engine gets."""
     if isinstance(task.prompt, str):
         return len(task.prompt.encode()) + 8
     text_bytes = sum(

@@ -32,7 +32,7 @@ from fsbarrier.store.local_folders import scratch_dir, user_dir
 
 #: the groups of settings that say how a policy answers and how its answers are scored
 GROUPS = ("eval.", "reward.", "judge.", "engine.", "environment.", "environments.", "custom.")
-#: and those of the rollout; its others are about training
+#: the settings of the rollout that say it too; the others are about training
 ROLLOUT = (
     *("max_tokens", "stop", "chat_template_kwargs", "tool_parser", "concurrency", "agent", "task_timeout_s"),
     *("max_error_share", "seed", "reproducible", "temperature", "reasoning_parser", "thinking"),
