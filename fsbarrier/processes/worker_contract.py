@@ -42,7 +42,7 @@ from fsbarrier.store.retry import is_of_the_mount
 NOT_PERMITTED = 77
 # Every heartbeat contains the progress.
 MAX_PROGRESS_BYTES = 64 * 1024
-# The longest result of a program or of a row's function. Every node reads it as part of a decision, whose record may be four times as large.
+# The longest result of a program or of a row's function. Every node reads it in a decision, whose record may be four times as long.
 MAX_RESULT_BYTES = 16 * 1024 * 1024
 # The daemon embeds a result in a record a few levels deeper, and the JSON library has a nesting limit.
 MAX_NESTING = 100

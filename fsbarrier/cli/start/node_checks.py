@@ -152,7 +152,7 @@ def unconfined(settings: Settings) -> str:
 
 
 def _engine(settings: Settings, environ: Environ) -> None:
-    """This node has the accelerators that its servers need. If the user has a server: its URL is valid, and the variable with its key set."""
+    """This node has the accelerators that its servers need. If the user runs a server: its URL is valid, and its key's variable is set."""
     from fsbarrier.engine.answer_format import format_of
     from fsbarrier.engine.client import normal_url
     from fsbarrier.engine.placement import check_arguments, placements
