@@ -52,9 +52,9 @@ class PartOnDisk:
     policy: str
     valid_bytes: int
     tasks: tuple[int, ...]
-    #: the tasks among these in whose groups the reward or the agent failed, or every sample
+    #: those of `tasks` in whose groups the reward, the agent or every sample failed
     unjudged: frozenset[int] = frozenset()
-    #: the tasks among these in whose groups the rewards differ
+    #: those of `tasks` in whose groups the rewards differ
     with_signal: frozenset[int] = frozenset()
     #: a digest of how they were sampled
     sampled_how: str = ""
@@ -272,7 +272,7 @@ class Context:
         return self._holders(self.settings.engines[engine].placement or self.settings.placement.rollout)
 
     def _holders(self, placed: str) -> dict[int, tuple[int, ...]]:
-        """Raises TooFewNodes if no member is left that holds the role."""
+        """The members that hold the role placed like this, and their accelerators. Raises TooFewNodes if there is none left."""
         holders = Ranges.parse(placed).holders(self.ranks, self.accelerators)
         if not holders:
             raise TooFewNodes(f"no node is left that holds {placed} (docs/accelerators.md, placement)")

@@ -162,7 +162,7 @@ class MergeReport(JsonRecord):
 
 @dataclass(frozen=True, slots=True)
 class MergeSpec(Spec[MergeReport]):
-    """For `fsbarrier.aggregate`."""
+    """What `fsbarrier.aggregate` is told."""
 
     launch = Launch.module("fsbarrier.aggregate", "helper.log", resident=Resident(HELPER))
 
@@ -193,7 +193,7 @@ class PrepareReport(JsonRecord):
 
 @dataclass(frozen=True, slots=True)
 class PrepareSpec(Spec[PrepareReport]):
-    """For `fsbarrier.workers.prepare`."""
+    """What `fsbarrier.workers.prepare` is told."""
 
     launch = Launch.module("fsbarrier.workers.prepare", "helper.log", resident=Resident(HELPER))
 
@@ -221,7 +221,7 @@ class ExamplesReport(JsonRecord):
 
 @dataclass(frozen=True, slots=True)
 class ExamplesSpec(Spec[ExamplesReport]):
-    """For `fsbarrier.workers.examples`."""
+    """What `fsbarrier.workers.examples` is told."""
 
     launch = Launch.module("fsbarrier.workers.examples", "helper.log", resident=Resident(HELPER))
 
@@ -264,7 +264,7 @@ class UpdateReport(JsonRecord):
 
 @dataclass(frozen=True, slots=True)
 class UpdateSpec(Spec[UpdateReport]):
-    """For `fsbarrier.workers.update`. phases/rl.py says how torchrun starts it."""
+    """What `fsbarrier.workers.update` is told. phases/rl.py says how torchrun starts it."""
 
     launch = Launch.module("fsbarrier.workers.update", "update.log")
 

@@ -300,7 +300,7 @@ class NodeLoop:
         match action:
             case Publish(fact):
                 self._facts.publish(self.node, fact)
-                self._tell_of(fact, now)
+                self._log_fact(fact, now)
             case Entered():
                 self._enter(action)
             case Launch(part, at):
@@ -345,7 +345,7 @@ class NodeLoop:
             )
         return LookAgain.NOW
 
-    def _tell_of(self, fact: Fact, now: float) -> None:
+    def _log_fact(self, fact: Fact, now: float) -> None:
         """Write the journal's lines about a fact that this node has just published."""
         node, events = self.node, self._told.events if self._told is not None else ()
         work = PhaseTime.of_work(fact.work_s, fact.value)

@@ -58,7 +58,8 @@ def part(value: object, folder: Path) -> dict[str, Any]:
 
 
 def in_places(messages: Sequence[Message], given: object, folder: Path) -> tuple[Message, ...]:
-    """Replace the marks in the texts of a task file in `folder` by verl's images. Raises ValueError."""
+    """Replace each mark in the texts of a task by an image: verl's files list the images in a field of their own (`given`). `folder`: of
+    the task file. Raises ValueError."""
     if not isinstance(given, list):
         raise ValueError(f"images must be a list, got {str(given)[:60]}")
     images = [_named(item, folder) for item in given]

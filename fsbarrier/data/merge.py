@@ -225,7 +225,7 @@ def publish(collected: Collected) -> AggregateReport:
 
 
 def check_nothing_is_missing(collected: Collected) -> None:
-    """Raises UsageError."""
+    """Raises UsageError that names the missing tasks, unless the user allows a merge without them."""
     if collected.missing and not collected.request.allow_partial:
         why = f"; damaged: {', '.join(collected.damaged)}" if collected.damaged else ""
         out = collected.request.out.name

@@ -83,7 +83,7 @@ def load_tensors(path: Path) -> dict[str, Any]:
 
 
 def _content(stream: BinaryIO) -> dict[str, Any]:
-    """Raises NotOurs, FormatError, OSError."""
+    """The verified content of a merged file. Raises NotOurs, FormatError, OSError."""
     stream.seek(0)
     if stream.read(len(ZIP)) != ZIP:
         raise NotOurs("it was not written by fsbarrier")
@@ -104,7 +104,7 @@ def _content(stream: BinaryIO) -> dict[str, Any]:
 
 
 def _check(stream: BinaryIO) -> None:
-    """Raises FormatError on a checksum mismatch, and whatever zipfile does."""
+    """Verify all checksums. Raises FormatError if one does not match, and whatever zipfile raises."""
     with zipfile.ZipFile(stream) as archive:
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
             raise FormatError("it is compressed, which fsbarrier does not do")

@@ -125,7 +125,7 @@ def _typecode(value: array[Any]) -> str:
 
 
 def unpack(data: bytes) -> Any:
-    """Raises FormatError."""
+    """The value that `pack` has encoded. Raises FormatError."""
     try:
         return msgpack.unpackb(data, ext_hook=_from_extension, unicode_errors="surrogatepass")
     except (msgpack.UnpackException, ValueError, TypeError, OverflowError, RecursionError) as error:

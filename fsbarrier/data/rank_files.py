@@ -37,7 +37,7 @@ class FileState(Enum):
     OTHER_POLICY = "other policy"
     #: cannot be read
     DAMAGED = "damaged"
-    #: an image that a trajectory names
+    #: not there, although a trajectory names it: an image
     MISSING = "missing"
     #: temporary file of a killed program
     TEMPORARY = "temporary"
@@ -59,7 +59,7 @@ class FoundFile:
     note: str = ""
     #: the contents of a rank's file
     file: RankFile | None = field(default=None, repr=False)
-    #: of a merged file
+    #: the metadata of a merged file
     metadata: JsonObject = field(default_factory=dict, repr=False)
 
     @property
@@ -68,7 +68,7 @@ class FoundFile:
 
     @property
     def generation(self) -> int:
-        """-1: unknown."""
+        """The generation that wrote the file; -1: unknown."""
         value = self.header.get("generation")
         return value if isinstance(value, int) else -1
 

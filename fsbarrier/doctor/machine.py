@@ -75,7 +75,7 @@ def quick(folder: Path) -> list[Check]:
 
 
 def full(folder: Path) -> list[Check]:
-    """`quick`, the packages and their imports."""
+    """All checks of `quick`, and those of the installed packages, the large ones of which are imported."""
     builds = [Check("builds", REFUSED, finding, advice) for finding, advice in unfit_builds()]
     return [*quick(folder), _packages(), *builds, *_imports()]
 

@@ -1,10 +1,10 @@
 """Lets torchvision be imported beside a CPU build of torch: `python -m fsbarrier.doctor.torchvision_on_cpu` changes its environment.
 
-vLLM needs torchvision to serve models that take images, and ordinary package indexes have only its CUDA builds. Beside a CPU build of
-torch these lack nothing that is used here but two operators, which they expect their own library to have registered: importing them,
-and with them transformers, fails. A `.pth` file imports this module in every process of the environment, and it declares the two when
-torchvision is about to be imported. scripts/setup_packages.py puts both into each CPU environment. A user of pip is told
-to run this module (doctor/machine.py).
+vLLM needs torchvision to serve models that take images, and ordinary package indexes have only its CUDA builds. With a CPU build of torch
+the library of such a build does not load, so two operators are missing that torchvision expects it to have registered. Importing
+torchvision then fails, and so does transformers, which imports it. All else that is used here works. So a `.pth` file imports this module
+in every process of the environment, and it declares the two operators when torchvision is about to be imported. scripts/setup_packages.py
+puts both files into each CPU environment. A user of pip is told to run this module (doctor/machine.py).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Declares:
 
 
 def put_into(packages: Path) -> None:
-    """Into an environment's folder of packages."""
+    """Put this module and its `.pth` file into an environment's folder of packages."""
     import shutil
 
     shutil.copyfile(__file__, packages / f"{MODULE}.py")

@@ -77,7 +77,7 @@ _FORMATS = (
     _thinking("ernie45", r"\s*<response>\n?(?P<answer>.*?)(?:\n?</response>\s*)?", also="<response>"),
     _thinking("hunyuan_a13b", r"\s*<answer>\n?(?P<answer>.*?)(?:\n?</answer>\s*)?", also="<answer>"),
 )
-#: what else vLLM calls its parsers for `<think>`
+#: other names that vLLM has for parsers of `<think>`
 _ALSO_USUAL = (
     *(
         "deepseek_v3",
@@ -151,7 +151,7 @@ def served_by(folder: Path, parsers: Parsers) -> Parsers:
 
 
 def told(folder: Path, parsers: Parsers, *, agent: bool) -> list[str]:
-    """How the answers of the model in `folder` are read, in words; nothing that cannot matter. `agent`: it may call tools."""
+    """How the answers of the model in `folder` are read, in words, as far as it matters. `agent`: there is one, so tools may be called."""
     wanted, known = parsers.reasoning, recognised(folder)
     marks, lines = format_of(folder, wanted), list[str]()
     if wanted or known or agent:

@@ -152,7 +152,7 @@ class EngineClient:
 
 
 def _connected(path: str, timeout_s: float) -> socket.socket:
-    """Raises OSError."""
+    """A socket that is connected to the server at `path`. Raises OSError."""
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.settimeout(timeout_s)
@@ -169,7 +169,7 @@ def _reason(error: Exception) -> str:
 
 
 def connect(settings: EngineSettings) -> EngineClient:
-    """Raises UsageError if `engine.url` is invalid, or the key's variable is not set."""
+    """The client of the user's own server. Raises UsageError if `engine.url` is invalid, or the key's variable is not set."""
     name = settings.api_key_env
     api_key = os.environ.get(name, "") if name is not None else ""
     if name is not None and not api_key:

@@ -37,7 +37,7 @@ STOP_S = 5.0
 
 
 class FrozenEngine:
-    """Thread-safe."""
+    """The servers of one frozen model on this node, and their gateway. Thread-safe."""
 
     def __init__(self, replicas: Replicas, addresses: Sequence[str]) -> None:
         """`addresses`: this host's addresses on which the gateway listens. Raises OSError."""
@@ -189,7 +189,8 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 async def _between(client: Streams, server: Streams) -> None:
-    """Copy bytes in both directions. When one side closes, the other is closed too, so that a client never takes a cut for an answer."""
+    """Copy bytes in both directions. When one side closes, the other is closed too, so that no client takes a cut-off answer for a whole
+    one."""
     one_way = [asyncio.create_task(_pass_on(a[0], b[1])) for a, b in ((client, server), (server, client))]
     try:
         await asyncio.wait(one_way, return_when=asyncio.FIRST_COMPLETED)

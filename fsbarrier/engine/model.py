@@ -95,7 +95,7 @@ class ModelFolder:
 
 
 def max_positions(config: Config) -> int | None:
-    """See ModelFolder."""
+    """`ModelFolder.max_positions`, from the configuration."""
     text = text_config(config)
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, Mapping) else "?"
@@ -202,8 +202,8 @@ def sees(config: Config) -> bool:
 
 
 def placeholder_ids(config: Config) -> list[int]:
-    """The tokens in whose places a model's images and videos stand. In an answer one would be taken for an image, so they are banned when
-    sampling, and in the trainer's distribution too."""
+    """The tokens in whose places a model's images and videos stand. Such a token in an answer would be taken for an image, so they are
+    banned when sampling, and in the trainer's distribution too."""
     names = (f"{what}_token_{how}" for what in ("image", "video") for how in ("id", "index"))
     return [token for name in names if sees(config) and isinstance(token := config.get(name), int)]
 

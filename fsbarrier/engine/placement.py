@@ -26,10 +26,9 @@ ANYWHERE: Placement = {}
 
 def placed(environ: Mapping[str, str], placement: Placement) -> dict[str, str]:
     """`environ` for a replica with this placement."""
-    selects = placement.keys() & set(_SELECTORS)
-    return {name: value for name, value in environ.items() if not (selects and name in _SELECTORS)} | {
-        **placement
-    }
+    # A placement that selects devices replaces all variables that select some.
+    replaced = _SELECTORS if placement.keys() & set(_SELECTORS) else ()
+    return {name: value for name, value in environ.items() if name not in replaced} | {**placement}
 
 
 def placements(

@@ -161,8 +161,8 @@ class Server:
     ) -> str:
         """Why the running server cannot load these weights; "" if it can. `known`: what it will be compared with.
 
-        `reloads`: whether a server of this engine computed what it should after a reload in place; None: that was not compared yet. It must
-        have been before a reload in flight, since running requests would go on with wrong weights until then.
+        `reloads`: whether a server of this engine computed what it should after a reload in place; None: that was not compared yet. A
+        reload in flight needs a comparison before it, since running requests would go on with wrong weights until one is made.
         """
         kind = self.first_model.config.get("model_type")
         if reloads is False:
@@ -176,7 +176,8 @@ class Server:
         return ""
 
     def differs(self, known: KnownLogprobs | None, policy_version: int, cancel: threading.Event) -> str:
-        """How what it computes differs from what is `known` of the weights that it should serve; "" if it does not, or nothing is known.
+        """How its log-probabilities differ from those that the trainer computed with the same weights (`known`); "" if they agree, or if
+        none are known.
 
         vLLM rearranges the weights of some architectures when it loads them, those of experts for example, and then loads new ones wrongly
         without a word. Raises ProgramFailed if it is called off.

@@ -46,7 +46,7 @@ class Collective:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The call and its number, for messages."""
         return f"{self.call} no. {self.position.iteration}"
 
 

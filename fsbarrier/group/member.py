@@ -320,6 +320,7 @@ def make_member(
 ) -> GroupMember:
     """Make a member that has not joined yet. This does not touch the filesystem."""
     rules = Rules(TABLE, num_nodes, limits=limits)
+    # Nodes of a large group look less often, to spare the metadata server.
     members_s = min(0.05 * max(1.0, num_nodes / 16), beat_s / 2)
     beats_s = min(beat_s, limits.suspect_s / 3)
     intervals = PollIntervals(members_s, beats_s, 1.5 * beat_s, limits.dead_s, join_factor(num_nodes))

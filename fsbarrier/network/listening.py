@@ -54,7 +54,7 @@ def listen(addresses: Sequence[str], port: int = 0) -> list[socket.socket]:
             try:
                 listener = opened.enter_context(_listen_on(address, port))
             except OSError:
-                # An address may have gone meanwhile.
+                # This host may have lost the address since its addresses were listed.
                 if others and listening:
                     continue
                 raise
@@ -74,7 +74,7 @@ def take(listening: Sequence[socket.socket], address: str) -> socket.socket:
 
 
 def _listen_on(address: str, port: int) -> socket.socket:
-    # The kernel lets only sockets of the same user share a port.
+    # `reuse_port` is safe, because the kernel lets only sockets of the same user share a port.
     if not address and socket.has_dualstack_ipv6():
         return socket.create_server(
             ("", port), family=socket.AF_INET6, dualstack_ipv6=True, reuse_port=True, backlog=socket.SOMAXCONN

@@ -29,7 +29,7 @@ async def _forward(
         try:
             server, to_server = await asyncio.open_unix_connection(socket_path)
             await asyncio.gather(_copy(client, to_server), _copy(server, to_client))
-        # One side is gone; the other learns it by the end of its connection.
+        # One side is gone, so close the connection to the other.
         except OSError:
             to_client.close()
 

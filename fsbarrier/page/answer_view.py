@@ -38,14 +38,14 @@ class Gone(Exception):
 
 
 def find(opened: OpenRun, query: Mapping[str, str]) -> tuple[list[Answer], list[Trajectory]]:
-    """A group's rows and trajectories. For threads. Raises Gone, FsbarrierError."""
+    """A group's rows and trajectories. It reads files, so call it in a thread. Raises Gone, FsbarrierError."""
     try:
         split, iteration, task = query["split"], int(query["iteration"]), int(query["task"])
     except (KeyError, ValueError):
         raise Gone("The address must name a split, an iteration and a task.") from None
     if split not in SPLITS:
         raise Gone("There is no such split.")
-    rows = [one for one in opened.answers.answers(split, iteration) if one.task_index == task]
+    rows = [answer for answer in opened.answers.answers(split, iteration) if answer.task_index == task]
     if not rows:
         raise Gone("There is no such group; its files may have been removed (checkpoint.keep_trajectories).")
     return rows, read_group(rows[0].group)
@@ -155,7 +155,7 @@ async def show(client: Client, opened: OpenRun) -> None:
 
 
 def _links(run: str, rows: Sequence[Answer], number: int) -> list[tuple[str, str, str]]:
-    """(title, address, relation) of where one may go from an answer."""
+    """(title, address, relation) of each link on the page of an answer."""
     answer = rows[number]
     found = [
         (
@@ -217,16 +217,16 @@ async def show_group(client: Client, opened: OpenRun) -> None:
             (
                 answer,
                 weight,
-                "\n\n".join(turn.text for turn in turns(one)[1:]),
+                "\n\n".join(turn.text for turn in turns(trajectory)[1:]),
                 place(opened.name, answer, "answer"),
             )
-            for answer, weight, one in zip(rows, weighed, group, strict=True)
+            for answer, weight, trajectory in zip(rows, weighed, group, strict=True)
         ]
         html(part("group", first[0].text if first else "", cards))
 
 
 def whole_text(runs: OpenRuns, name: str, split: str, iteration: int, task: int, number: int) -> str:
-    """All texts of a trajectory, for reading as plain text. What is not there is said in a line."""
+    """All texts of a trajectory, for reading as plain text; if it is not there, a line that says so."""
     try:
         opened = runs.get(name)
         if opened is None:

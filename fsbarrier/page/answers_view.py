@@ -51,15 +51,15 @@ class Asked:
 
     @classmethod
     def of(cls, query: dict[str, str], newest: dict[str, list[int]]) -> Asked:
-        """Without a split or an iteration, the newest iteration of the first split that has any."""
+        """Read the query of an address. If it names no split or iteration, it asks for the newest iteration of the first split with any."""
         order, first = query.pop("order", "worst"), query.pop("first", "0")
-        split = query.get("split") or next((one for one in SPLITS if one in newest), SPLITS[0])
+        split = query.get("split") or next((name for name in SPLITS if name in newest), SPLITS[0])
         iteration = query.get("iteration") or str(next(iter(newest.get(split, ())), ALL))
         texts = {**query, "split": split, "iteration": iteration}
         return cls(texts, order if order in ORDERS else "worst", int(first) if first.isdecimal() else 0)
 
     def filter(self) -> Filter:
-        """Raises UsageError."""
+        """The filter that the address describes. Raises UsageError."""
         return Filter.from_texts({name: "" if text == ALL else text for name, text in self.texts.items()})
 
     def address(self, run: str) -> str:
@@ -78,7 +78,7 @@ class Found:
 
 @dataclass
 class Progress:
-    """Of a search: how many of how many iterations are done; `stopped`: nobody wants its result any more."""
+    """The progress of a search: how many of how many iterations are done. `stopped`: nobody wants its result any more."""
 
     done: int = 0
     total: int = 0
@@ -90,7 +90,7 @@ class Progress:
 
 
 def search(opened: OpenRun, asked: Asked, progress: Progress) -> Found:
-    """For threads."""
+    """Find the answers that an address asks for. It reads files, so call it in a thread."""
     found, began = Found(), time.monotonic()
     try:
         wanted = asked.filter()
@@ -104,7 +104,8 @@ def search(opened: OpenRun, asked: Asked, progress: Progress) -> Found:
 
 
 def rows(opened: OpenRun, answers: Sequence[Answer]) -> list[tuple[Answer, str, str, str]]:
-    """Each answer with the beginning of its text, and the addresses of itself and its group. For threads."""
+    """Each answer with the beginning of its text, and the addresses of its page and its group's. It reads files, so call it in a
+    thread."""
     found = []
     for answer in answers:
         try:
@@ -180,7 +181,7 @@ class AnswersView:
         self._inputs[name] = chosen
 
     async def _changed(self) -> None:
-        texts = {name: str(one.value or "").strip() for name, one in self._inputs.items()}
+        texts = {name: str(field.value or "").strip() for name, field in self._inputs.items()}
         kept = {name: text for name, text in texts.items() if text}
         if kept != self._asked.texts:
             self._asked.texts, self._asked.first = kept, 0
@@ -215,7 +216,7 @@ class AnswersView:
             self._said.set_text(f"reading: {self._progress.done} of {self._progress.total} iterations")
 
     def stop(self) -> None:
-        """Nobody looks any more."""
+        """Stop the search, because nobody looks any more."""
         self._progress.stopped = True
 
     async def look(self) -> None:
@@ -235,13 +236,13 @@ class AnswersView:
         shown = found.chosen[first : first + ROWS]
         made = await to_thread(rows, self._opened, shown)
         self._list.set_content(part("answers", made))
-        scored = [one.reward for one in found.around if one.reward is not None]
+        scored = [answer.reward for answer in found.around if answer.reward is not None]
         self._bins = bins(scored)
         chosen = Filter() if found.problem else asked.filter()
         _draw(self._chart, histogram(self._bins, (chosen.reward_from, chosen.reward_to)))
-        several = {one.iteration for one in found.chosen} if chosen.task else set()
-        self._task_chart.set_visibility(len(several) > 1)
-        if len(several) > 1:
+        iterations = {answer.iteration for answer in found.chosen} if chosen.task else set()
+        self._task_chart.set_visibility(len(iterations) > 1)
+        if len(iterations) > 1:
             _draw(
                 self._task_chart,
                 curve(_by_iteration(found.chosen), about="rewards of this task by iteration"),
@@ -264,9 +265,9 @@ def _draw(chart: ui.echart, options: dict[str, object]) -> None:
 def _by_iteration(answers: Sequence[Answer]) -> dict[str, list[tuple[float, float]]]:
     """Mean, best and worst reward by iteration."""
     rewards: dict[int, list[float]] = defaultdict(list)
-    for one in answers:
-        if one.reward is not None:
-            rewards[one.iteration].append(one.reward)
+    for answer in answers:
+        if answer.reward is not None:
+            rewards[answer.iteration].append(answer.reward)
     ordered = sorted(rewards.items())
     return {
         "mean": [(float(iteration), sum(many) / len(many)) for iteration, many in ordered],

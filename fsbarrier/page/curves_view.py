@@ -65,8 +65,8 @@ def marks(reader: RunReader) -> Marks:
 
 async def show(client: Client, opened: OpenRun) -> None:
     with page(client, f"{opened.name}: curves", opened.name, "Curves"):
-        figured = await to_thread(opened.newest.ask, figures)
-        if not figured.columns:
+        without_times = await to_thread(opened.newest.ask, figures)
+        if not without_times.columns:
             ui.label("No iteration of this run has been measured yet.")
         with ui.row().style("gap:14px;align-items:center"):
             smoothing = ui.select(SMOOTHINGS, value=0.0, label="smoothing").props("dense outlined")
@@ -111,18 +111,18 @@ async def show(client: Client, opened: OpenRun) -> None:
             with section.default_slot.children[1], ui.element("div").classes("curve"):
                 ui.label(visible(words.title)).classes("title")
                 ui.label(words.says).classes("muted says")
-                charts[column] = ui.echart(options(column, found), on_point_click=leads)
+                charts[column] = ui.echart(options(column, found), on_point_click=go_to_iteration)
 
-        def leads(event: EChartPointClickEventArguments) -> None:
+        def go_to_iteration(event: EChartPointClickEventArguments) -> None:
             data: object = event.data
             if isinstance(data, list | tuple) and data:
                 ui.navigate.to(link(opened.name, "answers", iteration=int(data[0])))
 
-        draw(figured)
-        latest = [figured]
+        draw(without_times)
+        latest = [without_times]
 
         async def with_times() -> None:
-            """The seconds of all iterations take longer to read than the results."""
+            """Draw also the seconds of all iterations, which take longer to read than the results."""
             whole = await to_thread(lambda: opened.whole().ask(figures))
             latest[0] = whole
             draw(whole)

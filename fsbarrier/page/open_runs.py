@@ -36,7 +36,7 @@ class Watched:
     def ask(self, what: Callable[[RunReader, RunStatus], T]) -> T:
         """What `what` makes of the reader and its status, which are read again unless they are fresh.
 
-        For threads: it waits for the filesystem, and for other threads that ask.
+        Call it in a thread: it waits for the filesystem, and for other threads that ask.
         """
         with self._lock:
             now = time.monotonic()
@@ -63,14 +63,14 @@ class OpenRun:
         self._lock = threading.Lock()
 
     def whole(self) -> Watched:
-        """A reader that also has the times of all iterations, which takes longer to read. For threads."""
+        """A reader that also has the times of all iterations, which takes longer to read. Call it in a thread."""
         with self._lock:
             if self._whole is None:
                 self._whole = Watched(RunReader(self.path, newest_bytes=REPORT_BYTES))
             return self._whole
 
     def token_texts(self) -> TextOf | None:
-        """The tokenizer of the run's model. For threads."""
+        """The texts of tokens, by the tokenizer of the run's model; None without one. It reads files, so call it in a thread."""
         with self._lock:
             if not self._tokenizer:
                 folders = [
@@ -94,7 +94,8 @@ class OpenRuns:
         self._lock = threading.Lock()
 
     def get(self, name: str) -> OpenRun | None:
-        """A run by the name of its folder. For threads. Raises UsageError, StoreError if its record cannot be read."""
+        """A run by the name of its folder. It reads files, so call it in a thread. Raises UsageError, StoreError if its record cannot be
+        read."""
         path = next((path for path in self._folders() if path.name == name), None)
         if path is None:
             return None
@@ -104,7 +105,7 @@ class OpenRuns:
             return self._runs[name]
 
     def lines(self) -> tuple[list[tuple[str, RunLine]], list[str]]:
-        """(name, line) of each run, the last active first; and why others cannot be shown. For threads."""
+        """(name, line) of each run, the last active first; and why others cannot be shown. It reads files, so call it in a thread."""
         names = [path.name for path in self._folders()]
         with ThreadPoolExecutor(AT_ONCE) as pool:
             looked = [*pool.map(self._line, names)]

@@ -65,15 +65,15 @@ def timeline(reader: RunReader, status: RunStatus, last: int | None = None) -> T
     """The newest iterations up to `last`."""
     spans = reader.spans()
     known = sorted({span.iteration for span in spans})
-    shown = [one for one in known if last is None or one <= last][-ITERATIONS:]
+    shown = [iteration for iteration in known if last is None or iteration <= last][-ITERATIONS:]
     chosen = [span for span in spans if span.iteration in shown]
     nodes = sorted({span.node_rank for span in chosen}, reverse=True)
     begin = min((span.began_at for span in chosen), default=0.0)
     pieces = [piece for span in chosen for piece in _pieces(span, nodes.index(span.node_rank), begin)]
     pieces.sort(key=lambda piece: piece[1] - piece[2])
     costs = [
-        f"{duration(one.cost_s)} were lost before generation {one.generation}: {one.reason or 'unknown reason'}"
-        for one in status.interruptions[:5]
+        f"{duration(lost.cost_s)} were lost before generation {lost.generation}: {lost.reason or 'unknown reason'}"
+        for lost in status.interruptions[:5]
     ]
     return Timeline(nodes, pieces[:MOST_PIECES], wastes(chosen, 6), known, costs)
 

@@ -81,9 +81,9 @@ def _values(trajectory: Mapping[str, Any], colour: str, count: int) -> list[floa
         return [_finite(a - b) for a, b in zip(sampled, taught, strict=True)]
     if colour == "version":
         versions = _padded(_numbers(trajectory, "policy_versions"), count, -1)
-        oldest = min((one for one in versions if one >= 0), default=0)
-        return [None if one < 0 else float(one - oldest) for one in versions]
-    return [_finite(one) for one in sampled]
+        oldest = min((version for version in versions if version >= 0), default=0)
+        return [None if version < 0 else float(version - oldest) for version in versions]
+    return [_finite(logprob) for logprob in sampled]
 
 
 def _style(colour: str, value: float) -> str:

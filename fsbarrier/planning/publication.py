@@ -14,9 +14,13 @@ DELTA_SHARE, AT_RATE, MOST = 1 / 20, 1e-6, 1 / 2
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """Bytes in the run directory. `kind`: of the versions between whole ones ("adapters", "delta", or "whole" if all are); `usual`: of
-    such a version; `mean`: of one in the long run, with the trainer's state; `read`: what a node that only samples reads of each, and
-    `joins`: what one reads that joins. `repeated`: how many updates are trained again at most if a node is lost."""
+    """Bytes that versions take in the run directory, and that nodes read there.
+
+    `kind`: what is published between two whole versions: "adapters" or "delta"; "whole" if all versions are whole. `whole`, `usual`: the
+    size of a whole version, and of one between two of them. `mean`: the mean size of a version with the trainer's state, which alone has
+    the size `state`. `read`: what a node that only samples reads of each version. `joins`: what a node reads when it joins. `repeated`: how
+    many updates at most are trained again if a node is lost.
+    """
 
     kind: str
     whole: int
@@ -31,8 +35,8 @@ class Publication:
 def publication(
     settings: Settings, *, model: int, state: int, adapters: int, in_float32: bool
 ) -> Publication:
-    """`model`, `state`, `adapters`: the bytes of each. A plan does not know the run directory; on a local disk all versions without
-    adapters are whole."""
+    """Estimate for versions of `model` bytes, with a trainer's state of `state` bytes and `adapters` of so many bytes. It assumes that the
+    run directory is on a network mount; on a local disk all versions without adapters are whole."""
     kept = settings.checkpoint
     copies = kept.weights_dir != "none" and settings.engine.nodes == 1 and settings.manages_engine
     own_trainer = settings.trainer.command is not None
@@ -50,7 +54,8 @@ def publication(
     delta = int(model * min(MOST, DELTA_SHARE * math.sqrt(settings.optimizer.lr / AT_RATE)))
     state_every = kept.trainer_every or every
     weights = (model + (every - 1) * delta) // every
-    # A node that only samples makes each version of the one before, and reads both deltas.
+    # A node that only samples makes each version from its copy of the one before: it undoes that one's delta and applies the new one, so
+    # it reads both.
     read = (model + (every - 1) * 2 * delta) // every
     mean = weights + state // state_every
     return Publication("delta", model, delta, mean, read, model + delta, state, state_every - 1)

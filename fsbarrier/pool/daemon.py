@@ -37,7 +37,8 @@ def serve(root: Path, dead_s: float, shared_group: bool, environ: Mapping[str, s
     # From here on a signal raises Interrupted, and the child is stopped on the way out.
     with ending_signals_handled(end_once):
         try:
-            # Each start is a node of its own. What an earlier one on this host ran is another node's as soon as its heartbeat is missed.
+            # Each start of a daemon is a new node of the pool. What an earlier daemon on this host ran goes to another node once its
+            # heartbeats are missed.
             number = pool.append(Joined(host_name(), os.getpid()))
             say(f"joined the pool {root} as node {number}; Ctrl-C leaves it and stops the current job's node")
             _Node(pool, number, dead_s, environ, say).run()

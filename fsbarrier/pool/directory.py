@@ -95,7 +95,7 @@ class Pool:
         return patiently(lambda: files.create_exclusive(path, data), HIDDEN_S, passes=fails_or_hides)
 
     def _read_to(self, last: int) -> Queue:
-        """Read up to record `last`, which exists, and so do all before it."""
+        """Read all records up to number `last`. That one exists, so all before it do too."""
         while self.queue.length < last:
             path = self.root / "log" / RECORD.build(self.queue.length + 1)
             try:

@@ -115,7 +115,7 @@ class JobState:
         return "stopped" if self.stop else "failed" if self.over.exit_code else "finished"
 
     def open_places(self) -> Iterator[Assignment]:
-        """Those without an exit code, until the job is over."""
+        """The assignments of node ranks that have no exit code yet; none once the job is over."""
         if self.over is None:
             yield from (place for rank, place in self.places.items() if rank not in self.codes)
 
@@ -184,7 +184,7 @@ def next_decision(queue: Queue, living: Collection[int], dead: Collection[int]) 
             return end
     free = queue.free(living)
     for number, state in queue.going_on().items():
-        lost = sorted(place.rank for place in state.open_places() if place.node in dead)
+        lost = sorted(assigned.rank for assigned in state.open_places() if assigned.node in dead)
         if lost and free and not state.stop:
             return Placed(number, dict(zip(lost, free, strict=False)))
     first = queue.first_in_line(living)
@@ -202,7 +202,7 @@ def _end(number: int, state: JobState, dead: Collection[int]) -> Over | None:
     if REFUSED in codes and not state.stop:
         # The other nodes would wait for it until their time is up.
         return Over(number, REFUSED, "a node refused to start")
-    if any(place.node not in dead for place in state.open_places()):
+    if any(assigned.node not in dead for assigned in state.open_places()):
         return None
     if not codes and not state.stop:
         # All nodes died without an exit code: the job is placed again.

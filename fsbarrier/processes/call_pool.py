@@ -54,7 +54,7 @@ class CallPool:
         self._hello, self._together = hello, together
 
     async def call(self, question: object, within_s: float) -> Any:
-        """Raises TimeoutError, ProcessEnded, ProgramFailed, ValueError (the question is too long)."""
+        """The function's answer. Raises TimeoutError, ProcessEnded, ProgramFailed, ValueError (the question is too long)."""
         process = await self._free_process()
         try:
             async with asyncio.timeout(within_s):

@@ -24,7 +24,7 @@ class DeathNotice:
     """The daemon's side. If the helper is missing, the others detect a death by missing heartbeats."""
 
     def __init__(self) -> None:
-        """Raises OSError."""
+        """Start the helper. Raises OSError."""
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__],
             bufsize=0,

@@ -141,7 +141,7 @@ class Jobs:
     """The side of a worker process: receives the jobs after its first one."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError."""
+        """Connect to the daemon's socket at `path`. Raises OSError."""
         self._connection = socket.socket(socket.AF_UNIX)
         with _short(path) as short:
             self._connection.connect(short)

@@ -491,7 +491,7 @@ def forget_a_false_alarm(situation: Situation) -> Step | None:
     return replace(situation.node, trouble_since=None, told_lost=frozenset()), NOTHING
 
 
-def tell_of_the_lost(situation: Situation) -> Step | None:
+def log_losses(situation: Situation) -> Step | None:
     """Members are lost: the journal names them, before another rule answers the loss.
 
     If the lost members do not make this row's result, or were done with it, the others form a new generation only once the result is
@@ -618,7 +618,7 @@ def begin_the_leaders_work(situation: Situation) -> Step | None:
     return replace(node, part=RowPart.LEADER), (Launch(RowPart.LEADER),)
 
 
-def tell_of_a_failure(situation: Situation) -> Step | None:
+def publish_failure(situation: Situation) -> Step | None:
     """This node's program failed: publish "failed", and wait for the next generation."""
     node, report = situation.node, situation.view.work
     if report is None or report.part is not node.part or report.ok:
@@ -651,7 +651,7 @@ def _begin(situation: Situation, row: Row[object]) -> tuple[RowPart, Sequence[Ac
 # --- RUNNING: lines for the journal about silent members -----------------------------------------------------------------------
 
 
-def tell_of_the_silent(situation: Situation) -> Step | None:
+def log_suspicions(situation: Situation) -> Step | None:
     """Members have been silent for `suspect_s`, or are heard again: write that to the journal. Other rules decide whether one is lost."""
     node, ledger, suspected_before = situation.node, situation.view.ledger, situation.node.suspected
     since, suspect_s = node.watches_since(ledger), situation.rules.limits.suspect_s
@@ -687,7 +687,7 @@ RUN_ANSWERS: tuple[Rule, ...] = (
     end_work_after_a_failure,
     try_again_after_a_failure,
     forget_a_false_alarm,
-    tell_of_the_lost,
+    log_losses,
     abort_after_a_loss,
     wait_for_the_lost,
     shrink_after_a_loss,
@@ -707,9 +707,9 @@ BEFORE_THE_ANSWERS: tuple[Rule, ...] = (
 AFTER_THE_ANSWERS: tuple[Rule, ...] = (
     begin_the_row,
     begin_the_leaders_work,
-    tell_of_a_failure,
+    publish_failure,
     finish_the_work,
-    tell_of_the_silent,
+    log_suspicions,
 )
 #: the rules of each stage; the first that applies wins
 RULES: dict[Stage, tuple[Rule, ...]] = {

@@ -138,7 +138,7 @@ class Rules:
         return position.phase < len(self.table.rows)
 
     def row_name(self, position: Position) -> str:
-        """Raises IndexError for a position that `has_row` denies."""
+        """The name of the row at a position. Raises IndexError for one that `has_row` denies."""
         return self.table.rows[position.phase].name
 
 

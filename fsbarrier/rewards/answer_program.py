@@ -40,7 +40,7 @@ from typing import *
 """
 # Threads count as processes. A solution with deep recursion often runs in a thread with a large stack.
 THREADS, FILES = 64, 64
-# All users below are other people's, perhaps; nobody has an account among these.
+# Nobody has an account with a user id from here on; lower ids may be those of people.
 FIRST_USER = 0x70000000
 SHOWN, READY = 200, "ready"
 

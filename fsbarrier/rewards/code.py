@@ -22,7 +22,7 @@ from fsbarrier.settings.sections import CodeSettings
 
 #: the most that a program may print, or write into one file
 OUTPUT_BYTES = 1 << 20
-# A line of the runner; JSON takes up to six bytes for each.
+# The longest line of the runner: JSON takes up to six bytes for each byte of output.
 LINE_BYTES = 6 * OUTPUT_BYTES + 4096
 #: a test may wait this many times as long as it may compute
 WAITS = 3
@@ -42,7 +42,7 @@ def usable() -> Callable[..., Score]:
 def code(
     prompt: object, response: str, answer: object, metadata: Mapping[str, object], options: Mapping[str, Any]
 ) -> Score:
-    """`options`: the settings `code.*`, and `within_s`, the time for all tests together."""
+    """Run the program in an answer on the task's tests. `options`: the settings `code.*`, and `within_s`, the time for all of them."""
     try:
         tests = code_tests.tests_of(answer, metadata)
     except code_tests.NoTests as error:
@@ -79,7 +79,8 @@ def code(
 
 
 def _said(line: bytes | None) -> dict[str, str]:
-    """The runner's line about a test; {} if it has none any more. The program may have taken hold of it, so it may say anything."""
+    """The runner's line about a test; {} if there is none. The answer's program may have taken control of the runner, so a line may hold
+    anything."""
     try:
         said = json.loads(line or b"{}")
     except (ValueError, RecursionError):
@@ -99,7 +100,7 @@ def _returned_right(got: str, expected: object) -> bool:
 
 
 def _lines(runner: subprocess.Popen[bytes], asked: object, deadline: float) -> Iterator[bytes]:
-    """Give the runner its question, and yield its lines until the deadline."""
+    """Send the runner the program and its tests (`asked`), and yield its lines until the deadline."""
     assert runner.stdin is not None and runner.stdout is not None
     to, source = runner.stdin.fileno(), runner.stdout.fileno()
     os.set_blocking(to, False)

@@ -20,7 +20,7 @@ RUNNER = Path(__file__).with_name("answer_program.py")
 PROBE_S = 30.0
 #: all that a program may leave in files
 FILE_BYTES = 64 << 20
-#: of the host, where there is any: the interpreter's own libraries
+#: the host's folders and files that a program may read, as far as they exist: they have the libraries that the interpreter needs
 SYSTEM = (
     "/usr",
     "/bin",
@@ -91,7 +91,7 @@ def _bubblewrap() -> list[str]:
     folders = [Path(sys.prefix), Path(sys.base_prefix), Path(sys.executable).resolve().parent.parent]
     for shown in dict.fromkeys((*folders, RUNNER)):
         for parent in reversed(shown.parents):
-            # Otherwise only its maker could enter it.
+            # With bubblewrap's default mode only the user who made the folder could enter it.
             words += ["--perms", "0755", "--dir", str(parent)]
         words += ["--ro-bind", str(shown), str(shown)]
     words += ["--proc", "/proc"]

@@ -95,14 +95,16 @@ def _checked(function: object, inputs: object, outputs: object) -> Tests:
     ):
         raise NoTests("must have as many outputs as inputs, and at least one")
     if not function:
-        return Tests(None, [_text(one) for one in inputs], [_text(one) for one in outputs])
+        return Tests(None, [_text(given) for given in inputs], [_text(expected) for expected in outputs])
     if not isinstance(function, str) or not function.isidentifier():
         raise NoTests(f"has fn_name={str(function)[:60]!r}, which is no name of a function")
-    return Tests(function, [_arguments(one) for one in inputs], [_value(one) for one in outputs])
+    return Tests(
+        function, [_arguments(given) for given in inputs], [_value(expected) for expected in outputs]
+    )
 
 
 def _text(value: object) -> str:
-    """APPS sometimes gives a list of lines."""
+    """A test's input or output as text. APPS sometimes has a list of lines."""
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value)
     if not isinstance(value, str):
@@ -111,7 +113,7 @@ def _text(value: object) -> str:
 
 
 def _arguments(value: object) -> list[object]:
-    """A list, or in LiveCodeBench a text with one argument a line."""
+    """The arguments of a call: a list, or in LiveCodeBench a text with one argument a line."""
     if isinstance(value, str):
         return [_value(line) for line in value.split("\n")]
     if not isinstance(value, list):

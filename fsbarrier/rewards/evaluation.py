@@ -82,7 +82,7 @@ def pass_at(k: int, samples: int, solved: int) -> float:
 
 
 def majority(answers: Sequence[object], solved: Sequence[bool]) -> float:
-    """`solved`: which answers are correct."""
+    """majority@n of one task (see above). `solved`: which of its answers are correct."""
     counted = Counter(answers).most_common()
     frequent = [answer for answer, count in counted if count == counted[0][1]]
     return statistics.fmean(solved[answers.index(answer)] for answer in frequent)

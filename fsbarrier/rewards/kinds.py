@@ -34,7 +34,8 @@ KINDS = ("exact", "numeric", "math", "code", "verl")
 MATH_PROCESSES = 4
 #: maximum number of programs of answers that run at a time
 CODE_PROCESSES = 16
-#: how much later than `reward.timeout_s` a call of `code` may end, which keeps that time itself and gives no error for it
+#: A call of `code` ends its tests by itself after `reward.timeout_s`, and scores those that were done. Its process is ended only this much
+#: later.
 CODE_GRACE_S = 30.0
 
 
@@ -75,7 +76,7 @@ def _open_one(
         case "numeric":
             return MatchReward(kind, numeric)
         case "math":
-            # It computes, and waits for nothing.
+            # math-verify only computes, so more processes than cores would be of no use.
             return FunctionReward(kind, timeout_s, processes=min(MATH_PROCESSES, cores))
         case "code":
             options = {**code.as_json(), "within_s": timeout_s}
@@ -83,9 +84,11 @@ def _open_one(
                 kind, timeout_s + CODE_GRACE_S, processes=min(CODE_PROCESSES, cores), options=options
             )
         case "verl":
-            # verl counts passed tests.
+            # verl's reward for code is the share of passed tests.
             share = replace(code, partial=True)
-            math, programs = (_open_one(one, timeout_s, judge, engines, share) for one in ("math", "code"))
+            math, programs = (
+                _open_one(scorer, timeout_s, judge, engines, share) for scorer in ("math", "code")
+            )
             return VerlReward(math, programs)
         case "judge":
             # Imported late: only a judge needs httpx, which the checks before a run do not load.

@@ -44,7 +44,7 @@ class _Again(ModelServerError):
 
 
 class ModelServer:
-    """`said`: what messages call it. Each request gets `timeout_s`."""
+    """A client of the model. `said`: what error messages call the model. Each request gets `timeout_s`."""
 
     def __init__(self, name: str, where: EngineAddress, timeout_s: float) -> None:
         self.said, self.timeout_s, self._patience_s = name, timeout_s, where.patience_s

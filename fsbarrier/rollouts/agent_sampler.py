@@ -86,7 +86,7 @@ class AgentSampler:
         self._opened: object = None
 
     async def __aenter__(self) -> Self:
-        """Raises UsageError if the agent cannot be used, ProgramFailed."""
+        """Start what the episodes need. Raises UsageError if the agent cannot be used, ProgramFailed."""
         try:
             await self._endpoint.open()
             self._stack.push_async_callback(self._endpoint.close)

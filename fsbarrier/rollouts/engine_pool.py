@@ -40,7 +40,7 @@ from fsbarrier.rollouts.thinking import Thinking, asked_for, has_opened, may_thi
 from fsbarrier.store.retry import Backoff
 from fsbarrier.user_code import log_once
 
-# Pauses between two checks of an engine that does not answer: the first, and the longest. Work goes on so soon after it is back.
+# Pauses between two checks of an engine that does not answer: the first, and the longest. So work goes on soon after it is back.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 2.0
 #: delay after a request before the engine's count of waiting sequences is trusted
 SETTLE_S = 0.2
@@ -76,7 +76,7 @@ class EnginePool:
         self.pictures = pictures or Pictures(None, None)
         # None until they are needed.
         self.thoughts: asyncio.Task[Thinking] | None = None
-        # Of which kinds of messages the chat template shows the content (agent_client.py).
+        # kind of message -> whether the chat template shows its content (template_turns.py)
         self.shown: dict[str, bool] = {}
         self.engines = [
             Sampler(server, number, connections=connections, on_tokens=on_tokens, pictures=self.pictures)
@@ -166,7 +166,7 @@ class EnginePool:
         if not any(other.up.is_set() for other in self.engines):
             limit = f"up to {self._patience_s:g} s (engine.start_timeout_s)"
             self.awaits = f"{error}; waiting {limit} until it answers"
-            # What is shown changes now.
+            # The progress, which shows what is waited for, has changed.
             self._on_tokens(0)
 
     async def _watch(self, engine: Sampler) -> None:
@@ -241,7 +241,7 @@ class Reservation:
                 unfinished.cancel()
 
     async def _finish(self, group: SampledGroup, emit: Emit) -> None:
-        """Emit a group after its answers have been continued beyond the limit of their thoughts, and these are read."""
+        """Continue those answers of a group whose thoughts have reached their limit, split thoughts from text, and emit the group."""
         thinking, server = await self.thinking(), self._engine.server
         opened = has_opened(group.task.prompt, group.prompt_ids, thinking)
 
@@ -309,7 +309,7 @@ class Reservation:
 
     @property
     def shown(self) -> dict[str, bool]:
-        """Of which kinds of messages the chat template shows the content, as far as that was asked."""
+        """kind of message -> whether the chat template shows its content, for the kinds that were checked so far."""
         return self._pool.shown
 
     async def tokens(self, **body: object) -> list[int]:

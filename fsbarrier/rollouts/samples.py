@@ -184,7 +184,7 @@ def said_message(sample: Sample) -> Message:
 
 
 def said(sample: Sample) -> Sampled:
-    """The fields of a trajectory about what was answered and thought."""
+    """The fields of a trajectory that show the answer and its thoughts."""
     fields: Sampled = {"text": sample.response}
     if sample.reasoning is not None:
         fields["reasoning"] = sample.reasoning

@@ -2,7 +2,7 @@
 
 The server renders the conversation twice with two different stand-ins for the last answer; the common suffix follows the answer. Where
 the template writes the results of calls into the turn that has made them (Gemma 4), the suffix is what the whole rendering has after
-the one that ends with the answer. Whether what was found has what each new message says is checked, once for each kind of message.
+the one that ends with the answer. Once for each kind of message it is checked that the tokens contain what each new message says.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STAND_INS = ("A", "B")
 
 
 class TemplateTurns:
-    """Renders the turns of one conversation. `template`: what a request for tokens has beside the messages."""
+    """Renders the turns of one conversation. `template`: the fields that a request for tokens has beside the messages."""
 
     def __init__(self, sampler: Reservation, template: Mapping[str, object]) -> None:
         self._sampler, self._template = sampler, template
@@ -56,8 +56,8 @@ class TemplateTurns:
     async def _candidates(
         self, messages: list[Message], answer: int, end: int
     ) -> AsyncIterator[tuple[Message, list[int]]]:
-        """What may follow message number `answer`, whose last token is `end`; each with the form of this message that it was found
-        with."""
+        """Tokens that may follow message number `answer`, whose last token is `end`; each with the form of the message in whose rendering
+        they were found."""
         bare: Message = {"role": "assistant"}
         if (suffix := await self._common_end(messages, answer, bare)) is not None:
             yield bare, suffix
@@ -93,11 +93,12 @@ class TemplateTurns:
         common = 0
         while common < shortest and first[-1 - common] == other[-1 - common]:
             common += 1
-        # Everything in common: the template drops answers. Nothing in common: the suffix depends on the answer.
+        # If the renderings are equal, the template drops answers. If they have no common suffix, the suffix depends on the answer.
         return first[-common:] if 0 < common < shortest else None
 
     async def _rest(self, messages: list[Message], answer: int, own: Message, end: int) -> list[int] | None:
-        """What a rendering has after that of the conversation up to message number `answer`, if it begins with this one and its `end`."""
+        """The tokens that the whole rendering has after the rendering up to message number `answer`; None unless it begins with that one,
+        including its `end`."""
         turn = [*messages[:answer], own]
         before = await self._rendered(messages[:answer])
         until = await self._rendered(turn, add_generation_prompt=False)
@@ -108,8 +109,8 @@ class TemplateTurns:
         return whole[size:] if whole[:size] == until[:size] else None
 
     async def _shows(self, messages: list[Message], answer: int, own: Message, suffix: list[int]) -> bool:
-        """Whether a suffix has what each message after number `answer` says. Templates treat messages of the same kind alike, so this is
-        asked once for each kind."""
+        """Whether a suffix contains the content of each message after number `answer`. Templates treat messages of the same kind alike, so
+        this is checked once for each kind."""
         known, later = self._sampler.shown, messages[answer + 1 :]
         kinds = [(message["role"], *sorted(message)) for message in later]
         kind = json.dumps([sorted(own), kinds, "tools" in self._template])

@@ -15,7 +15,7 @@ from fsbarrier.engine.answer_format import USUAL, ThoughtFormat
 from fsbarrier.rollouts.answers import ThoughtMarks, without_thoughts
 from fsbarrier.rollouts.samples import UNKNOWN, Message, Sample, SampledGroup, SamplingServer
 
-#: samples at most so many tokens after these
+#: a function that continues an answer: it gets the tokens so far and the maximum number of further ones
 Continue = Callable[[Sequence[int], int], Awaitable[Sample]]
 
 
@@ -57,7 +57,7 @@ class Thinking:
 
 
 async def asked_for(server: SamplingServer, tokens: Callable[..., Awaitable[list[int]]]) -> Thinking:
-    """What is known of the server's model; `tokens` asks it for those of a text."""
+    """How the server's model marks its thoughts, as token ids. `tokens`: asks the server for the tokens of a text."""
     marks = server.thoughts or USUAL
     # Try the opening with a line break too, because a tokenizer may join the mark and the line break in one token.
     texts = (marks.opening, f"{marks.opening}\n", marks.closing, marks.closed_with)
@@ -69,7 +69,7 @@ async def asked_for(server: SamplingServer, tokens: Callable[..., Awaitable[list
 
 
 def may_think(group: SampledGroup, server: SamplingServer) -> bool:
-    """Whether a group can have thoughts. If not, which is usual for prompts that are texts, nothing needs to be asked for."""
+    """Whether a group can have thoughts. If not, as is usual for prompts of plain text, the server need not be asked for the marks."""
     marks, prompt = server.thoughts, group.task.prompt
     if marks is None or marks.around is not None or server.max_thinking_tokens is not None:
         return True

@@ -151,7 +151,7 @@ class Daemon:
         weights: WeightsCopy | None,
         devices: Sequence[accelerators.Accelerator],
     ) -> Workplace:
-        """Raises UsageError if there are too few accelerators."""
+        """Make the state that all jobs of this node share, with its engines. Raises UsageError if there are too few accelerators."""
         settings, coordination = self.settings, self.settings.coordination
         has_model = "model" in self._program.needs
         return Workplace(

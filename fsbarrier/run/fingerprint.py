@@ -43,7 +43,7 @@ COMMAND_FILES = frozenset({".py", ".sh", ".json", ".yaml", ".yml", ".toml"})
 class Fingerprint:
     """`code`: the digests of this node's code by name.
 
-    `accelerators`: of each [kind and name, total bytes, bytes in use by others]. Sizes are in bytes, 0 if unknown.
+    `accelerators`: for each device [kind and name, total bytes, bytes in use by others]. Sizes are in bytes, 0 if unknown.
     """
 
     python: str = ""

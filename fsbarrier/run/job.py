@@ -117,7 +117,7 @@ class Surroundings:
             try:
                 check_plain(path.lstat(), path)
             except (NotPlain, IsADirectoryError):
-                # No node made this, so it is ignored.
+                # The name is a node's, but the file is not, so it is ignored.
                 continue
             scanned = trajectories.scan_rank_file(path)
             if scanned.groups:
@@ -165,7 +165,7 @@ class RowJob:
         self.alive_at = self.clock()
 
     def stop_if_cancelled(self) -> None:
-        """Raises Cancelled."""
+        """Raises Cancelled if the loop has cancelled the job."""
         if self.cancel.is_set():
             raise Cancelled
 
@@ -214,7 +214,7 @@ class Workplace:
 
     @property
     def own_engines(self) -> Replicas:
-        """Raises StoreError if there are none."""
+        """This node's engines of the policy. Raises StoreError if there are none."""
         if self.engines is None:
             raise StoreError("this program has no engine")
         return self.engines

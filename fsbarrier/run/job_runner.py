@@ -163,7 +163,8 @@ class JobRunner:
         )
 
     def _read(self, node: Node, job: RowJob, ask: Callable[[], T]) -> T:
-        """Raises NodeUnfit if the directory keeps failing. No program has failed then, and another host may be able to read it."""
+        """The result of `ask`, which reads the shared directory. Raises NodeUnfit, and blames no program, if the directory keeps failing:
+        another host may be able to read it."""
         try:
             with job.using_directory("reading what the phase needs"):
                 return ask()

@@ -92,8 +92,8 @@ def gone(log_path: Path, split: str, iteration: int, rank_files: Iterable[FoundF
 def _decided(paths: RunPaths, iteration: int) -> Iterator[str]:
     """The names of the merged files of an iteration that the run's decisions refer to.
 
-    Reads both facts and journals: facts of old iterations are removed, and journals may not survive a power loss. Also those of the
-    iteration before: if a session ended with it, its last row made this iteration's evaluation.
+    Reads both facts and journals: facts of old iterations are removed, and journals may not survive a power loss. It also reads those of
+    the iteration before: if a session ended with it, its last row made this iteration's evaluation.
     """
     about = (iteration - 1, iteration)
     events = [event for event in read_events(paths.root) if event.iteration in about]

@@ -60,7 +60,7 @@ def _run_as(
     with ExitStack() as stack:
         with starting(record):
             stack.enter_context(hold_rank(record.log_path, rank, settings.coordination.suspect_s))
-            # Copies of weights and sockets that killed daemons left.
+            # Remove copies of weights and sockets that killed daemons left.
             for shared_place in (SHARED_MEMORY, SHORT_PLACE):
                 remove_abandoned(shared_place)
             name = f"{record.run_id[-8:]}-n{rank}"
@@ -85,7 +85,7 @@ def place_for_weights(settings: Settings, record: RunRecord) -> Path | None:
     if weights_dir == "none" or not settings.manages_engine or settings.engine.nodes > 1:
         return None
     if weights_dir == "auto":
-        # In memory, so a copy needs no disk.
+        # A copy in memory needs no disk.
         in_memory = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK | os.X_OK) else None
         if settings.lora.rank and record.model is not None:
             # Versions are adapters, and each node merges them into a copy of its own.

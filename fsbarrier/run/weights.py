@@ -83,7 +83,7 @@ def checked_weights(
             copies is None
             and not workplace.patiently(job, partial(checkpoints.read_manifest, model.parent)).whole
         ):
-            # Nobody has asked for copies here, but an engine needs whole weights.
+            # The settings ask for no copies on this node, but an engine needs whole weights.
             copies = workplace.weights = WeightsCopy(workplace.work_dir / "weights")
             files.make_dirs(copies.folder)
         if copies is not None:

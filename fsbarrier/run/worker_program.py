@@ -133,7 +133,7 @@ class ProgramRun:
         return files
 
     def _start(self, argv: Sequence[str], spec: Path) -> Child | KeptProgram:
-        """Raises ProgramFailed, StoreError, NodeUnfit."""
+        """Start the program, or give the job to processes that stayed. Raises ProgramFailed, StoreError, NodeUnfit."""
         launch, workplace = self.launch, self.workplace
         listening = [listener.fileno() for listener in workplace.rendezvous]
         env = with_this_package(_environment(argv, self.context.settings, workplace.work_dir))

@@ -63,7 +63,7 @@ class Base:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Raises ValueError, LookupError, TypeError, AttributeError."""
+        """Read the entry of a manifest. Raises ValueError, LookupError, TypeError, AttributeError."""
         folder = str(value["folder"])
         if folder and POLICY_FOLDER.parse(folder) is None:
             raise ValueError(f"{folder!r} is no folder of a policy version")
@@ -75,8 +75,8 @@ class Base:
 class Manifest:
     """The files of a policy version's folder, by their relative names.
 
-    `state_in`: the folder with the trainer state from which the run resumes if the processes that trained this version are gone. "": this
-    folder; None: no state was saved yet, so the run would begin again with its first model. `trained_since`: the batches in
+    `state_in`: the folder with the trainer state from which the run resumes if the processes that trained this version are gone; "" stands
+    for this folder. None: no state was saved yet, so the run would begin again with its first model. `trained_since`: the batches in
     checkpoints/batches/ that were trained after that state, up to this version, in order. `base`: what its weights are made of; None: they
     are in this folder. A version with adapters names its base also if the merged weights are in the folder.
     """
@@ -102,7 +102,7 @@ class Manifest:
 
     @property
     def model_files(self) -> dict[str, FileDigest]:
-        """The files of `model/` that are known beforehand, in its folder or made of its base."""
+        """The files of `model/` that the manifest lists: those in this folder, and those that are made of the base."""
         made = {} if self.base is None else self.base.files
         return {name: file for name, file in {**self.files, **made}.items() if name.startswith("model/")}
 
@@ -364,7 +364,7 @@ def _link_to_model(folder: Path, name: Path) -> None:
     try:
         patiently(lambda: os.symlink(os.path.relpath(folder / "model", name.parent), name))
     except OSError:
-        # If the link exists, only the reply was lost, since nobody else makes such a name.
+        # If the link exists despite the error, the call has succeeded, since nobody else makes such a name.
         if not name.is_symlink():
             raise
 

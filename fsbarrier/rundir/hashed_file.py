@@ -25,13 +25,13 @@ class HashedFile:
     """`with HashedFile(path) as file: file.write(...)`; afterwards the content is flushed, and `file.digest` is known."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError, also if `path` exists."""
+        """Create the file. Raises OSError, also if `path` exists."""
         self.path = path
         self._fd = files.open_new(path)
         self._sha256, self._size = hashlib.sha256(), 0
 
     def write(self, data: bytes | memoryview) -> None:
-        """Raises OSError."""
+        """Append data, and add it to the digest. Raises OSError."""
         view = memoryview(data).cast("B")
         self._sha256.update(view)
         self._size += len(view)

@@ -23,8 +23,9 @@ def remove_old(
 ) -> list[int]:
     """Remove training batches and trajectories that are `batches` (`trajectories`) or more iterations behind `trained_on`.
 
-    0: none. Later iterations, which may have been rolled out already, are never touched. Returns the iterations whose trajectories were
-    removed. A file that cannot be removed stays until the next time. `between` is called before each file, and may raise.
+    If a number is 0, none of its kind are removed. Iterations after `trained_on`, which may have been rolled out already, are never
+    touched. Returns the iterations whose trajectories were removed. A file that cannot be removed stays until the next time. `between` is
+    called before each file, and may raise.
     """
     paths = RunPaths(log_path)
     if batches:
@@ -106,9 +107,9 @@ def remove_old_versions(
 
 
 def _remove_version(folder: Path) -> None:
-    """Raises OSError, also if the folder is a link."""
+    """Remove the folder of a policy version. Raises OSError, also if the folder is a link."""
     log_path = folder.parent.parent
-    # First the manifest, so that a half-removed folder does not look complete.
+    # Remove the manifest first, so that a half-removed folder does not look complete.
     files.remove(folder / checkpoints.MANIFEST, log_path)
     files.remove(folder, log_path)
 

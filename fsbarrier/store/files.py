@@ -316,7 +316,7 @@ def link(source: Path, target: Path, last_look: Callable[[], None] = lambda: Non
         try:
             os.link(source, temporary)
         except OSError:
-            # If the name exists, only the reply was lost, since nobody else makes such a name.
+            # If the name exists despite the error, the call has succeeded, since nobody else makes such a name.
             if temporary.name not in os.listdir(temporary.parent):
                 raise
         last_look()

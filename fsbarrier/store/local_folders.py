@@ -84,7 +84,7 @@ def _remove_unheld(base: Path) -> None:
 
 
 def user_dir() -> Path:
-    """The folder in the temporary directory, created if necessary. Raises UsageError if it is not this user's alone, OSError."""
+    """This user's own folder in the temporary directory, created if necessary. Raises UsageError if others could write in it, OSError."""
     path = Path(tempfile.gettempdir()) / f"fsbarrier-{os.geteuid()}"
     with suppress(FileExistsError):
         os.mkdir(path, 0o700)

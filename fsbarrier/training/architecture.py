@@ -1,7 +1,7 @@
 """Measures the dimensions of the model that transformers builds from a configuration, without memory for weights.
 
 `python -m fsbarrier.training.architecture FOLDER [RANK [TARGET]...]`
-Prints a ModelShape as JSON; with RANK, that of the model with adapters on the targets. Exit code 2 and one line on stderr
+Prints a ModelShape as JSON; with RANK, that of the model with adapters of this rank on the targets. Exit code 2 and one line on stderr
 if the model cannot be made, or cannot have these adapters; libraries may print something before that line.
 """
 

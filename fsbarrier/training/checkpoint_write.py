@@ -84,12 +84,14 @@ class NodeCopy:
 class NewVersion:
     """A policy version to save, as every process passes it: tensors are DTensors, or plain tensors that all processes hold whole.
 
-    `weights`: what is served, each tensor once, in the order of the layers, to be written in `dtype`, and with `adapters` merged.
-    `beside`: the folder whose tokenizer and other small files are copied; None: there are none. `trainer`: None: its state is not saved
-    with this version; then `state_in` is for the Manifest. `copy`: where this node gets a copy of the weights, if there is room; None:
-    nowhere. `critic`: what is saved of it in a folder of its own. `known`: what an engine must compute with these weights; None: not known.
-    `base`, `whole`: with adapters, what they belong to, and whether the merged weights are written too. `against`: the version becomes a
-    delta, if that pays.
+    `weights`: what is served, each tensor once, in the order of the layers; they are written in `dtype`, with `adapters` merged.
+    `beside`: the folder whose tokenizer and other small files are copied; None: there are none.
+    `trainer`: the state to save with this version; None: none, and the manifest gets `state_in`.
+    `copy`: where this node gets a copy of the weights, if there is room; None: nowhere.
+    `critic`: the critic, which is saved in a folder of its own.
+    `known`: what an engine must compute with these weights; None: not known.
+    `base`, `whole`: with adapters, the model that they belong to, and whether the merged weights are written too.
+    `against`: the earlier version against which this one is written as a delta, unless the delta is too large; None: it is written whole.
     """
 
     policy_version: int
@@ -169,12 +171,15 @@ def _settle(
 
     copied = msgspec.convert(_together(out, publish_whole), list[Written])
     if copy is not None and rank == copy.ranks[0]:
-        # Its engines have other weights in memory, and the next version is made of the new copy.
+        # Nobody needs this node's copy of the version before: the engines have it in memory, and the next version is made of the new
+        # copy.
         copy.place.discard(against.before.name)
     if worth_it:
         return version
     for process, whole in zip(of_policy, copied, strict=True):
-        process.digests = {name: one for name, one in process.digests.items() if not name.startswith(DELTA)}
+        process.digests = {
+            name: digest for name, digest in process.digests.items() if not name.startswith(DELTA)
+        }
         process.digests |= whole.digests
         process.made = {}
     if rank == 0:
@@ -359,7 +364,8 @@ def _commit(out: Path, version: NewVersion, written: Sequence[Sequence[Written]]
         digests[known_logprobs.NAME] = write_hashed(out / known_logprobs.NAME, version.known.encode())
     base = version.base
     if version.against is not None:
-        base = version.against.base({name: one for of in written for name, one in of[0].made.items()})
+        made = {name: digest for of_process in written for name, digest in of_process[0].made.items()}
+        base = version.against.base(made)
     if base is not None and not any(map(checkpoints.is_weights, digests)):
         digests[README_NAME] = write_hashed(out / README_NAME, readme(out, version.policy_version, base))
     manifest = checkpoints.Manifest(

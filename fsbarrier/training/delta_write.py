@@ -25,7 +25,8 @@ from fsbarrier.training.weights_copy import WeightsCopy
 
 @dataclass(frozen=True, slots=True)
 class Against:
-    """The version `before`, which this node has a copy of, and its anchor: itself, if it is whole. Paths are in the shared directory."""
+    """The version `before` the new one, of which this node has a copy, and its `anchor`, which is that version itself if it is whole.
+    `manifest`: the anchor's. Paths are in the shared directory."""
 
     before: Path
     anchor: Path
@@ -67,12 +68,12 @@ class Against:
         return made
 
     def base(self, made: Mapping[str, FileDigest]) -> Base:
-        """What the manifest says of the weights. `made`: the files that anchor and delta make."""
+        """The entry of the new version's manifest about its weights. `made`: the files that anchor and delta make."""
         return Base(self.anchor.name, self.manifest.digest, made)
 
 
 def is_worth_it(written: Mapping[str, FileDigest], made: Mapping[str, FileDigest]) -> bool:
-    """Whether a version is to be published as a delta: all of its weights are, and the deltas have at most half of their bytes."""
+    """Whether to publish a version as a delta: each of its files of weights has one, and together they have at most half of the bytes."""
     moved = sum(file.size for name, file in written.items() if name.startswith(f"{DELTA}/"))
     return not any(map(checkpoints.is_weights, written)) and 2 * moved <= sum(
         file.size for file in made.values()

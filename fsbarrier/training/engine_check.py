@@ -1,7 +1,7 @@
 """Computes what an engine must compute with the new weights (rundir/known_logprobs.py), right after they are made.
 
-The comparison in the update (logprob_gap.py) is only possible for what the policy in memory has sampled. With `rollout.ahead=1` that is
-nothing, from the second iteration on.
+The comparison in the update (logprob_gap.py) is only possible for tokens that the policy in memory has sampled. With `rollout.ahead=1`
+there are none from the second iteration on.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ WINDOW = 256
 
 
 def known_logprobs(trainer: Trainer, batch: TrainingBatch, settings: Settings) -> KnownLogprobs | None:
-    """The log-probabilities of some sampled tokens of the batch by the policy of now; None if nothing was sampled. Every process must call
-    this. Raises ProgramFailed if they are no numbers.
+    """The log-probabilities that the policy gives to some sampled tokens of the batch now; None if nothing was sampled. Every process must
+    call this. Raises ProgramFailed if they are no numbers.
 
     A model that takes images has none: the engine's log-probabilities of given tokens count placeholders for images as possible tokens.
     """
@@ -56,7 +56,7 @@ def known_logprobs(trainer: Trainer, batch: TrainingBatch, settings: Settings) -
 
 
 def windows(batch: TrainingBatch, longest: int) -> TrainingBatch | None:
-    """Pieces of the first sequences of a batch, with what stands before the first sampled token; None if nothing was sampled."""
+    """Pieces of the first sequences of a batch, each with some tokens before its first sampled one; None if nothing was sampled."""
     tokens, masks = list[Tensor](), list[Tensor]()
     for begin, end in pairwise(batch.offsets.tolist()):
         if len(tokens) == SEQUENCES or sum(int(mask.sum()) for mask in masks) >= COMPARED:

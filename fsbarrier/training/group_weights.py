@@ -64,10 +64,10 @@ def group_advantages(rewards: Sequence[float], algorithm: AlgorithmSettings) -> 
     centred = [reward - mean for reward in rewards]
     if algorithm.advantage == "reinforce_plus_plus_baseline" or samples < 2:
         return centred
-    deviation = math.sqrt(math.fsum(one * one for one in centred) / (samples - 1))
+    deviation = math.sqrt(math.fsum(difference * difference for difference in centred) / (samples - 1))
     scale = deviation + STD_FLOOR if algorithm.normalize_std else 1.0
     leave_one_out = samples / (samples - 1) if algorithm.advantage == "rloo" else 1.0
-    return [one * leave_one_out / scale for one in centred]
+    return [difference * leave_one_out / scale for difference in centred]
 
 
 def counted_reward(trajectory: Trajectory) -> float:
@@ -79,7 +79,7 @@ def counted_reward(trajectory: Trajectory) -> float:
 def longest_answer(trajectory: Trajectory) -> int:
     """The length in tokens of the longest sampled turn, which `rollout.max_tokens` limits."""
     mask: object = trajectory.get("loss_mask", ())
-    # An array, or a tensor where the merged file was read with torch; of a user's own program anything.
+    # The mask is an array, or a tensor if torch has read the merged file. In a file of a user's own program it may be anything.
     values = mask.tolist() if hasattr(mask, "tolist") else mask
     runs = groupby(values if isinstance(values, list | tuple) else ())
     return max((sum(1 for _ in run) for sampled, run in runs if sampled), default=0)

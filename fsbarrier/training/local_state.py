@@ -67,7 +67,7 @@ class LocalState:
                 for rank in self.processes.on_this_node
             ]
             self._complete(unfinished, ours, policy, policy_version, state)
-            # An attempt at this version may have left one.
+            # An earlier attempt at this version may have left a folder.
             files.discard(folder)
             unfinished.rename(folder)
         elif first:
@@ -100,7 +100,7 @@ class LocalState:
         here, shares, mine = self.processes.on_this_node, Shares(), dict[str, LocalPart]()
         for name, tensor in state.tensors.items():
             part = local_part(tensor, self.processes.rank, self.processes.world)
-            # What is not sharded, every process holds.
+            # Every process holds what is not sharded.
             everywhere = part.replicas == self.processes.world
             writer = here[shares.next(len(here), tensor.numel())] if everywhere else self.processes.rank
             if writer == self.processes.rank and part.data.numel():

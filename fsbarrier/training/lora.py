@@ -88,7 +88,7 @@ class Adapters:
             try:
                 stored = revert_weight_conversion(causal, {name: weight})
             except Exception:
-                # A conversion that needs several weights, or their shape.
+                # The conversion needs several weights, or their shape.
                 return None
             if len(stored) != 1 or next(iter(stored.values())).shape != weight.shape:
                 return None

@@ -110,10 +110,10 @@ def minibatch_loss(
         objective, at_bounds = token_loss_of(built_in)
         token_loss = objective(algorithm, new, ratio, weight)
     else:
-        # Positions that are not trained on are zero in all of them.
+        # In all tensors that the user's loss gets, the positions that are not trained on are zero.
         given = {"new": new, "old": old, "engine": engine, "entropy": torch.where(mask, values.entropy, 0.0)}
-        spread = torch.where(mask, weight, 0.0)
-        token_loss = load_loss(algorithm.loss)(**given, reference=reference, advantages=spread, mask=mask)
+        weights = torch.where(mask, weight, 0.0)
+        token_loss = load_loss(algorithm.loss)(**given, reference=reference, advantages=weights, mask=mask)
     correction = mismatch_weight(algorithm, old - engine, mask)
     token_loss = token_loss * correction
     kl = torch.zeros_like(new)

@@ -84,7 +84,7 @@ def precision_of(model: Path) -> str:
 
 
 def readme(version: Path, number: int, base: Base) -> bytes:
-    """The content of that file."""
+    """The content of the file README_NAME in the model folder of a version that is not whole."""
     what = f"it consists of what has changed ({DELTA}/) in the weights of {base.folder}"
     if not base.folder:
         what = f"it consists of adapters (model/{ADAPTER}/), which belong to the run's first model"
@@ -97,7 +97,7 @@ def delta_of(version: Path, file: str) -> Path:
 
 
 def _apply(version: Path, base: Base, name: str, into: Path, between_reads: Callable[[], None]) -> None:
-    """Make one file of weights of the anchor and the delta. Raises ProgramFailed naming the one that is damaged."""
+    """Make one file of weights from the anchor and the delta. Raises ProgramFailed naming the one of them that is damaged."""
     anchor, file = version.parent / base.folder, name.removeprefix("model/")
     listed = checkpoints.read_manifest(anchor).files[name]
     delta = delta_of(version, file)
@@ -114,7 +114,8 @@ def _apply(version: Path, base: Base, name: str, into: Path, between_reads: Call
 def _made_from_near(
     version: Path, base: Base, name: str, near: Path, into: Path, between_reads: Callable[[], None]
 ) -> bool:
-    """Make one file of weights of a local copy of another version, by undoing that version's delta; False if the result is another."""
+    """Make one file of weights from a local copy of another version, by undoing that version's delta; False if the result is a different
+    file."""
     other, file = version.parent / near.parent.name, name.removeprefix("model/")
     undo = None if other.name == base.folder else delta_of(other, file)
     target = into / file

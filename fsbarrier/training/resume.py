@@ -96,8 +96,8 @@ def first_model_as_base(processes: Processes, settings: Settings, spec: UpdateSp
 
 
 def local_state(processes: Processes, settings: Settings, copy: NodeCopy | None) -> LocalState | None:
-    """Where this node keeps the trainer's state between two versions that have it; None if some node has no place. A critic's state, and
-    what DeepSpeed divides, are not kept there. Every process must call this."""
+    """Where this node keeps the trainer's state between two versions that have it; None if some node has no place. The states of a critic
+    and of DeepSpeed's processes are not kept there. Every process must call this."""
     if settings.trainer.backend != "torch" or settings.algorithm.has_critic:
         return None
     place = copy.place if copy is not None else None
@@ -108,8 +108,9 @@ def local_state(processes: Processes, settings: Settings, copy: NodeCopy | None)
 
 
 def whole_model(version: Path, processes: Processes, copy: NodeCopy | None, first_model: Path) -> Path:
-    """The model folder of a version with all weights: this node's copy, the version's own, or made of what the version has. With adapters
-    the version's own, since these are put into the first model anyway. Every process must call this. Raises ProgramFailed, OSError."""
+    """A model folder with all weights of a version: this node's copy, the version's own, or a new one that is made of its base and delta.
+    With adapters the folder may lack weights, since the adapters are put into the first model anyway. Every process must call this.
+    Raises ProgramFailed, OSError."""
     model = version / "model"
     base = checkpoints.read_manifest(version).base
     if base is not None and base.folder:

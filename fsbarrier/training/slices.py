@@ -29,9 +29,11 @@ class Box:
         return Box(start, shape) if all(size > 0 for size in shape) else None
 
     def of(self, tensor: Tensor, start: tuple[int, ...]) -> Tensor:
-        """The view of this part in `tensor`, whose own offset is `start`."""
-        places = zip(self.start, self.shape, start, strict=True)
-        return tensor[tuple(slice(own - begin, own - begin + size) for own, size, begin in places)]
+        """The view of this part in `tensor`, which is itself a part, with the offset `start` in the whole."""
+        firsts = [own - outer for own, outer in zip(self.start, start, strict=True)]
+        return tensor[
+            tuple(slice(first, first + size) for first, size in zip(firsts, self.shape, strict=True))
+        ]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

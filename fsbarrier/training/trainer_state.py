@@ -76,7 +76,7 @@ class StateLayout:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Raises ProgramFailed if it is missing, or differs from the policy version's manifest."""
+        """Read layout.json. Raises ProgramFailed if it is missing, or differs from the policy version's manifest."""
         path = folder / LAYOUT
         version = folder.parent.parent if folder.parent.name == CRITIC else folder.parent
         data = checkpoints.read_listed(version, path.relative_to(version).as_posix())

@@ -149,7 +149,7 @@ def _encoded(steps: Array) -> bytes:
 
 
 def _decoded(data: bytes) -> tuple[Array, Array]:
-    """Raises zlib.error, struct.error, ValueError."""
+    """The positions and the steps in an encoded block. Raises zlib.error, struct.error, ValueError."""
     np = import_numpy()
     # Nothing longer is ever written, so a damaged file cannot fill the memory.
     plain = zlib.decompressobj().decompress(data, 8 + 4 * BLOCK)

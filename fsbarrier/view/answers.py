@@ -105,7 +105,7 @@ class Filter:
 
     def to_texts(self) -> dict[str, str]:
         """The filter's values as texts, as `from_texts` reads them."""
-        named = {one.name: getattr(self, one.name) for one in fields(self)}
+        named = {part.name: getattr(self, part.name) for part in fields(self)}
         return {
             name: ("yes" if value else "no") if isinstance(value, bool) else str(value)
             for name, value in named.items()
@@ -171,12 +171,12 @@ KINDS: Mapping[str, Callable[[str, str], object]] = {
 
 #: the orders of a list of answers; an unscored one comes last
 ORDERS: Mapping[str, Callable[[Answer], Any]] = {
-    "newest": lambda one: (-one.iteration, one.task_index, one.sample),
-    "worst": lambda one: (one.reward is None, one.reward or 0.0),
-    "best": lambda one: (one.reward is None, -(one.reward or 0.0)),
-    "longest": lambda one: -one.length,
-    "shortest": lambda one: one.length,
-    "task": lambda one: (one.task_index, -one.iteration, one.sample),
+    "newest": lambda answer: (-answer.iteration, answer.task_index, answer.sample),
+    "worst": lambda answer: (answer.reward is None, answer.reward or 0.0),
+    "best": lambda answer: (answer.reward is None, -(answer.reward or 0.0)),
+    "longest": lambda answer: -answer.length,
+    "shortest": lambda answer: answer.length,
+    "task": lambda answer: (answer.task_index, -answer.iteration, answer.sample),
 }
 
 
@@ -238,7 +238,7 @@ class AnswerIndex:
                     there = path.lstat()
                     found.setdefault(name.iteration, []).append((path.name, there.st_size, there.st_mtime_ns))
         except OSError:
-            # The folder does not exist yet, or a file has just been removed; the next look sees it.
+            # The folder does not exist yet, or a file has just been removed; the next call lists the folder again.
             pass
         return found
 
@@ -248,7 +248,7 @@ class AnswerIndex:
         def take(path: Path, entry: GroupEntry, trajectories: Sequence[Trajectory]) -> None:
             group = Group(split, iteration, path, entry)
             rows[path, entry.task_index] = [
-                _row(group, number, one) for number, one in enumerate(trajectories)
+                _row(group, number, trajectory) for number, trajectory in enumerate(trajectories)
             ]
 
         found: dict[int, list[Answer]] = {}
@@ -269,7 +269,7 @@ def read_group(group: Group) -> list[Trajectory]:
 
 
 def _with_words(answers: Iterator[Answer], words: str) -> Iterator[Answer]:
-    """Those whose prompt or answer contains the words. Each group is read once."""
+    """The answers whose prompt or text contains the words. Each group is read once."""
     group: Group | None = None
     trajectories: list[Trajectory] = []
     for answer in answers:
@@ -284,7 +284,7 @@ def said_in(trajectory: Mapping[str, Any]) -> str:
     messages, prompt = trajectory.get("messages"), trajectory.get("prompt", "")
     said = [*messages] if isinstance(messages, list) else []
     said += prompt if isinstance(prompt, list) and not said else []
-    texts = [text_of(one.get("content")) for one in said if isinstance(one, Mapping)]
+    texts = [text_of(message.get("content")) for message in said if isinstance(message, Mapping)]
     alone = [prompt] if isinstance(prompt, str) and not said else []
     return "\n".join([*alone, *texts, str(trajectory.get("text", ""))])
 
@@ -298,7 +298,7 @@ def failure_of(trajectory: Mapping[str, Any]) -> str:
 
 
 def _row(group: Group, number: int, trajectory: Mapping[str, Any]) -> Answer:
-    """A user's own program may write any values into a trajectory's fields."""
+    """The row of a trajectory. A user's own program may write any values into a trajectory's fields."""
     reward, mask = trajectory.get("reward"), trajectory.get("loss_mask")
     known = isinstance(reward, int | float) and math.isfinite(reward) and is_judged(trajectory)
     return Answer(

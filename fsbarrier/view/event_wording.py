@@ -31,7 +31,7 @@ def event_text(event: Event) -> str | None:
 
 
 def event_line(event: Event) -> str | None:
-    """The same with the time of day, for a plain log."""
+    """`event_text` with the time of day in front, for a plain log."""
     text = event_text(event)
     return f"{clock_time(event.at)}  {text}" if text else None
 

@@ -10,15 +10,16 @@ from dataclasses import dataclass, field
 from fsbarrier.rundir.journal import FREQUENT, Event, lost_nodes
 from fsbarrier.view.event_wording import event_text
 
-#: events that carry a phase's results
-# Figures of the training, and the events that report them.
+#: the figure that tells how many updates are trained again if a node is lost now
 AT_RISK = "updates_at_risk"
+#: figures of the training -> the events that report them
 FIGURES = {
     "loss": "updated",
     "entropy": "updated",
     **dict.fromkeys(("answer_tokens_mean", "segments_per_episode", "reasoning_share"), "rolled_out"),
     AT_RISK: "weights_published",
 }
+#: events that carry a phase's results
 RESULTS = frozenset({"rolled_out", "evaluated", "batch_prepared", "updated", "weights_published"})
 #: two reports of the same event within this many seconds count as one
 SAME_S = 30.0
@@ -118,7 +119,7 @@ class RunHistory:
         for field_name, name in FIGURES.items():
             values = [event.number(field_name) for event in self.reports(name).values()]
             reported = [value for value in values if value is not None]
-            # Nothing is said of a risk that does not exist.
+            # A risk of 0 updates is not shown.
             if reported and (reported[-1] or field_name != AT_RISK):
                 figures[field_name] = reported[-1]
         return figures

@@ -16,7 +16,7 @@ class Silence:
         self._said_at, self._pause_s = now, FIRST_S
 
     def broken(self, now: float) -> None:
-        """Something else was printed."""
+        """Begin to count anew, because something else was printed."""
         self._said_at, self._pause_s = now, FIRST_S
 
     def due(self, now: float) -> bool:

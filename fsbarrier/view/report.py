@@ -226,10 +226,10 @@ def _settings(reader: RunReader) -> Table:
 
 def _difference(reader: RunReader, other: RunReader, status: RunStatus) -> tuple[str, str, Table]:
     """The name and the state of a second run, and the settings in which it differs."""
-    ours, theirs = (dict(leaves(shown(one.settings.as_json()))) for one in (reader, other))
+    ours, theirs = (dict(leaves(shown(run.settings.as_json()))) for run in (reader, other))
     differ = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     rows = [
-        (name, *(setting_text(one[name]) if name in one else "–" for one in (ours, theirs)))
+        (name, *(setting_text(values[name]) if name in values else "–" for values in (ours, theirs)))
         for name in differ
     ]
     return (

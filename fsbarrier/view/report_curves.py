@@ -43,13 +43,13 @@ def curves(runs: Mapping[str, Rows]) -> list[Chart]:
     The evaluation of a session's last policy counts for the iteration that would begin with it.
     """
     columns = dict.fromkeys(column for rows in runs.values() for column in next(iter(rows.values()), {}))
-    metrics = [one for one in columns if one.startswith(MEASURED) and not one.endswith(("_se", "_s"))]
+    metrics = [name for name in columns if name.startswith(MEASURED) and not name.endswith(("_se", "_s"))]
     charts = {"reward": {"train": "train_reward", "held-out": "test_reward"}}
     charts |= {metric_name(metric): {"": metric} for metric in sorted(metrics, key=importance)}
     found = []
     for title, named in charts.items():
         series = [*_series(runs, named)]
-        if any(value for one in series for _, value in one.points):
+        if any(value for drawn in series for _, value in drawn.points):
             found.append((title, _newest_values(runs, named, series), line_chart(series)))
     return found
 
@@ -66,7 +66,9 @@ def _series(runs: Mapping[str, Rows], named: Mapping[str, str]) -> Iterator[Seri
 
 
 def _newest_values(runs: Mapping[str, Rows], named: Mapping[str, str], series: Sequence[Series]) -> str:
-    newest = ", ".join(f"{one.name} " * (len(series) > 1) + f"{_newest(one.points[-1][1])}" for one in series)
+    newest = ", ".join(
+        f"{drawn.name} " * (len(series) > 1) + _newest(drawn.points[-1][1]) for drawn in series
+    )
     error = f"{next(iter(named.values()))}_se" if len(named) == 1 else "eval_reward_se"
     deviations = _points(next(iter(runs.values())), error) if len(runs) == 1 else []
     return f"{newest} ± {amount(deviations[-1][1])}" if deviations else newest
@@ -97,7 +99,7 @@ def ticks(low: float, high: float, about: int) -> list[float]:
 
 def line_chart(series: Sequence[Series]) -> str:
     """A line chart over iterations."""
-    points = [point for one in series for point in one.points]
+    points = [point for drawn in series for point in drawn.points]
     low, high = min(y for _, y in points), max(y for _, y in points)
     if 0 <= low <= 0.6 * high or low == high > 0:
         low = 0.0
@@ -125,15 +127,17 @@ def line_chart(series: Sequence[Series]) -> str:
         if x == int(x) and x_low <= x <= x_high:
             write(x_of(x), HEIGHT - BOTTOM + 16, f"{x:g}")
     write((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 3, "iteration")
-    for one in series:
-        stride = max(1, math.ceil(len(one.points) / MOST_POINTS))
-        path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in [*one.points[:-1:stride], one.points[-1]])
-        body.append(f'<polyline class="curve {one.style}{" second" if one.second else ""}" points="{path}"/>')
+    for drawn in series:
+        own = drawn.points
+        stride = max(1, math.ceil(len(own) / MOST_POINTS))
+        path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in [*own[:-1:stride], own[-1]])
+        style = f"{drawn.style}{' second' if drawn.second else ''}"
+        body.append(f'<polyline class="curve {style}" points="{path}"/>')
         # A second run has dashed lines and no dots.
-        for x, y in one.points if len(one.points) <= FEW and not one.second else ():
-            title = f"<title>{escape(one.name)} {_newest(y)} ({x:g})</title>"
+        for x, y in own if len(own) <= FEW and not drawn.second else ():
+            title = f"<title>{escape(drawn.name)} {_newest(y)} ({x:g})</title>"
             at = f'cx="{x_of(x):.1f}" cy="{y_of(y):.1f}"'
-            body.append(f'<circle class="dot {one.style}" {at} r="3">{title}</circle>')
-    names = " and ".join(filter(None, (one.name for one in series)))
+            body.append(f'<circle class="dot {drawn.style}" {at} r="3">{title}</circle>')
+    names = " and ".join(filter(None, (drawn.name for drawn in series)))
     label = escape(f"{names or 'this metric'} by iteration", quote=True)
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(body)}</svg>'

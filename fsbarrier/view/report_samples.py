@@ -41,7 +41,7 @@ def samples(paths: RunPaths, newest: int) -> list[SplitSamples]:
 def of_iteration(paths: RunPaths, iteration: int) -> dict[str, SplitSamples]:
     """By split: the samples of this iteration, if it has a merged file."""
     found = {split: _split(paths, split, iteration, oldest=iteration) for split in SPLITS}
-    return {split: one for split, one in found.items() if one is not None}
+    return {split: shown for split, shown in found.items() if shown is not None}
 
 
 def _split(paths: RunPaths, split: str, newest: int, oldest: int = 1) -> SplitSamples | None:

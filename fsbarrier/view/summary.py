@@ -46,7 +46,7 @@ def print_summary(log_path: Path, output: Console | None = None) -> None:
 
 
 def _print(console: Console, parts: Sequence[RenderableType]) -> None:
-    """Long lines, such as paths, are not wrapped, so that they can be copied."""
+    """Print the parts. Long lines, such as paths, are not wrapped, so that they can be copied."""
     for part in parts:
         console.print(part, soft_wrap=not isinstance(part, Table))
 

@@ -332,7 +332,7 @@ class Rollout:
         self._give_up_early(group, made)
 
     def _give_up_early(self, group: SampledGroup, made: Sequence[Trajectory]) -> None:
-        """Raises ProgramFailed once the phase is certain to fail."""
+        """Raises ProgramFailed as soon as the phase is certain to fail, so that no more is sampled for it."""
         counts = self.counts
         total = round(max(self.progress.total, self.average_share))
         if counts.refused == counts.groups >= ALL_REFUSED:

@@ -37,7 +37,7 @@ class Nothing(JsonRecord):
 
 @dataclass(frozen=True, slots=True)
 class ToyRollout(Spec[RolloutOutcome]):
-    """`seconds`: how long the node's share takes at a speed of 1."""
+    """The toy's rollout of one node. `seconds`: how long the node's share takes at a speed of 1."""
 
     launch = Launch.module("fsbarrier.workers.toy", "rollout.log", "rollout")
 
@@ -48,7 +48,7 @@ class ToyRollout(Spec[RolloutOutcome]):
 
 @dataclass(frozen=True, slots=True)
 class ToyUpdate(Spec[Nothing]):
-    """`out`: where the new policy version is written; None: another node does that."""
+    """The toy's update on one node. `out`: where this node writes the new policy version; None: another node does."""
 
     launch = Launch.module("fsbarrier.workers.toy", "update.log", "update")
 

@@ -181,7 +181,7 @@ class Trackers:
         self._reader.poll(time.monotonic())
         status = status_of(self._reader, time.monotonic())
         rows = {number: _numbers(row) for number, row in iteration_rows(self._reader, status).items()}
-        # Of earlier iterations there may be no trajectories any more.
+        # The trajectories of earlier iterations may have been removed, so only this one's answers are sent.
         answers = _sample_rows(self._reader, iteration) if self._sends_samples else []
         for tracker in self._trackers:
             known = self._progress.through.get(tracker.name, 0)

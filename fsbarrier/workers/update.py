@@ -159,13 +159,13 @@ class Update:
         steps, because it did not sample these rollouts."""
         first = self.spec.new_policy_version - len(start.again)
         for version, name in enumerate(start.again, first):
-            self._of(version, name)._train(start, progress)
+            self._repeated(version, name)._train(start, progress)
         totals = self._train(start, progress)
         if self.processes.is_main:
             progress.show(self.steps, self.steps, "steps", last=True, note="saving")
         return totals
 
-    def _of(self, version: int, batch: str) -> Update:
+    def _repeated(self, version: int, batch: str) -> Update:
         """The update that made this version from this batch, to be repeated because the processes that had done it are lost."""
         spec = replace(self.spec, batch=self.spec.batch.with_name(batch), new_policy_version=version)
         return replace(self, spec=spec, batch=read_batch(spec, self.settings, self.processes))

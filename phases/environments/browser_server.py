@@ -52,7 +52,7 @@ b { font-size: 60px; color: #b20 }
 
 
 def facts(number: int) -> tuple[str, int]:
-    """Price, and the number that an order gets."""
+    """The price of a good, and the number that its order gets."""
     rng = random.Random(number)
     return f"{rng.randrange(3, 90)}.{rng.randrange(10, 100)}", rng.randrange(1000, 10000)
 

@@ -98,7 +98,7 @@ def as_typed(args: argparse.Namespace) -> list[str]:
 
 
 def words_for_others(args: argparse.Namespace, command: str) -> tuple[str, ...]:
-    """The same arguments for nodes that a launcher starts. Raises UsageError if one contains a key or a password."""
+    """`as_typed` for the nodes that a launcher starts. Raises UsageError if an argument contains a key or a password."""
     words = tuple(as_typed(args))
     for word in words:
         if shown_word(word) != word:

@@ -72,7 +72,7 @@ class DescribingNode(Node):
         self.lines.append(shlex.join([*words, *(word.replace(SPEC, "SPEC.json") for word in launch.argv)]))
 
     def serve(self, weights: Weights) -> tuple[PolicyEngine, ...]:
-        """With the vLLM command line on this machine. Later policy versions are loaded into the running server."""
+        """Add the vLLM command line that this machine would use. Later policy versions are loaded into the running server."""
         settings, folder = self.context.settings, weights.folder
         self.lines.append(f"engine: serve {folder} as policy version {weights.policy_version}")
         if weights.policy_version:

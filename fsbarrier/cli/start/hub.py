@@ -75,7 +75,7 @@ def _fetch(
     only: list[str] | None = None,
     ignore: list[str] | None = None,
 ) -> Path:
-    """Raises UsageError: no network, no such repository, no room, or no client."""
+    """Download a repository into the cache; returns its folder. Raises UsageError: no network, no such repository, no room, no client."""
     try:
         from huggingface_hub import snapshot_download
     except ImportError:

@@ -44,7 +44,7 @@ def absolute(path: str | Path) -> Path:
 
 
 def with_absolute_paths(chosen: Iterable[ChosenValue]) -> list[ChosenValue]:
-    """The same values with absolute paths. `model` is unchanged, because it may be a name."""
+    """The `chosen` values with absolute paths. `model` is unchanged, because it may be a name."""
     result = []
     for item in chosen:
         value = item.value

@@ -59,23 +59,24 @@ def _from_flags(master: bool, worker: int | None) -> Choice | None:
 
 
 def _from_environ(environ: Environ, num_nodes: int | None) -> Choice | None:
-    given = [
+    ranks_given = [
         (Choice(launcher.number(environ, launcher.rank), launcher.rank), launcher)
         for launcher in LAUNCHERS
         if _text(environ, launcher.rank)
         and launcher.applies(environ, num_nodes)
         and not launcher.why_not(environ)
     ]
-    for choice, launcher in given[1:]:
-        used, of = given[0]
-        if choice.value != used.value and (launcher.firm or of.firm):
+    for choice, launcher in ranks_given[1:]:
+        first, first_launcher = ranks_given[0]
+        if choice.value != first.value and (launcher.firm or first_launcher.firm):
             raise UsageError(
-                f"{said(used, environ)} and {said(choice, environ)}: contradict each other about this node's rank; unset one of the two, "
+                f"{said(first, environ)} and {said(choice, environ)}: contradict each other about this node's rank; unset one of the two, "
                 "or give --master or --worker R"
             )
-    if given and num_nodes is None:
-        _check_same_count(given[0][0], [launcher for _, launcher in given if launcher.firm], environ)
-    return given[0][0] if given else None
+    if ranks_given and num_nodes is None:
+        firm = [launcher for _, launcher in ranks_given if launcher.firm]
+        _check_same_count(ranks_given[0][0], firm, environ)
+    return ranks_given[0][0] if ranks_given else None
 
 
 def _check_same_count(rank: Choice, firm: Iterable[Launcher], environ: Environ) -> None:

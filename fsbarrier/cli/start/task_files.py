@@ -135,7 +135,7 @@ def _setting(split: str) -> str:
 def read_examples(
     data_path: Path, named: Mapping[str, str | None], settings: Settings, *, model: Path | None = None
 ) -> dict[str, TaskSource]:
-    """The same for files of examples: checks that what is trained on can be told from the rest, with the chat template of `model`."""
+    """Like `read_tasks`, for files of examples. Checks that the chat template of `model` shows which text is trained on."""
     from fsbarrier.data import examples as example_files
 
     task_sources: dict[str, TaskSource] = {}
