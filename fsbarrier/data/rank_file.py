@@ -277,8 +277,8 @@ def _content(fd: int, offset: int, end: int) -> JsonObject:
     data = read_at(fd, offset, HEAD.size)
     begin, checksum = offset + HEAD.size, 0
     # Verify the checksum in pieces first, so that a wrong size in a damaged file allocates no memory.
-    for place in range(begin, end, CHUNK):
-        checksum = zlib.crc32(read_at(fd, place, min(CHUNK, end - place)), checksum)
+    for start in range(begin, end, CHUNK):
+        checksum = zlib.crc32(read_at(fd, start, min(CHUNK, end - start)), checksum)
     if len(data) < HEAD.size or checksum != HEAD.unpack(data)[1]:
         raise FormatError("is damaged (checksum)")
     content = unpack(read_at(fd, begin, end - begin))

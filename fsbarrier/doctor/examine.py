@@ -210,7 +210,7 @@ def _take_leave(place: Path, session: Path, rank: int, num_nodes: int) -> None:
 
 def _conclude(path: Path, findings: between.Findings) -> Report:
     checks = between.merged({rank: node.checks for rank, node in findings.items()})
-    kept = ("host", "boot_id", "mount", "delays", "reached")
+    columns = ("host", "boot_id", "mount", "delays", "reached")
     nodes = {rank: asdict(node) for rank, node in findings.items()}
     return Report(
         str(path),
@@ -218,5 +218,5 @@ def _conclude(path: Path, findings: between.Findings) -> Report:
         f"between {len(findings)} nodes, by measurement",
         between.stale_s(findings),
         tuple([*checks, *between.between_nodes(findings)]),
-        tuple({"node_rank": rank, **{name: node[name] for name in kept}} for rank, node in nodes.items()),
+        tuple({"node_rank": rank, **{name: node[name] for name in columns}} for rank, node in nodes.items()),
     )

@@ -88,15 +88,15 @@ def unfit_builds() -> list[tuple[str, str]]:
     if "+cpu" not in torch:
         return []
     unfit = {name: version for name, version in versions.items() if version and "+cpu" not in version}
-    found = []
+    problems = []
     if (version := unfit.pop("torchvision", "")) and not importlib.util.find_spec(torchvision_on_cpu.MODULE):
         command = f"{sys.executable} -m {torchvision_on_cpu.__name__}"
-        found += [(f"torchvision {version} does not import beside torch {torch}", f"type {command}")]
+        problems += [(f"torchvision {version} does not import beside torch {torch}", f"type {command}")]
     if unfit:
         named = " and ".join(f"{name} {version}" for name, version in unfit.items())
         command = f"{sys.executable} -m pip uninstall --yes {' '.join(unfit)}"
-        found += [(f"transformers does not import with {named} beside torch {torch}", f"type {command}")]
-    return found
+        problems += [(f"transformers does not import with {named} beside torch {torch}", f"type {command}")]
+    return problems
 
 
 def _version(package: str) -> str:

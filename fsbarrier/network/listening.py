@@ -47,21 +47,21 @@ def listen(addresses: Sequence[str], port: int = 0) -> list[socket.socket]:
     Unless all are loopback, the last socket listens on every address: a peer may know this host by one that it does not have (NAT).
     Raises OSError.
     """
-    others = not all(ipaddress.ip_address(address).is_loopback for address in addresses)
+    beyond_loopback = not all(ipaddress.ip_address(address).is_loopback for address in addresses)
     listening: list[socket.socket] = []
     with contextlib.ExitStack() as opened:
-        for address in ("", *addresses) if others else addresses:
+        for address in ("", *addresses) if beyond_loopback else addresses:
             try:
                 listener = opened.enter_context(_listen_on(address, port))
             except OSError:
                 # This host may have lost the address since its addresses were listed.
-                if others and listening:
+                if beyond_loopback and listening:
                     continue
                 raise
             listening.append(listener)
             port = port_of(listener)
         opened.pop_all()
-    return listening[1:] + listening[:1] if others else listening
+    return listening[1:] + listening[:1] if beyond_loopback else listening
 
 
 def take(listening: Sequence[socket.socket], address: str) -> socket.socket:

@@ -64,12 +64,12 @@ def weights(opened: OpenRun, group: Sequence[Trajectory]) -> list[float | None]:
 
 
 def with_images(
-    opened: OpenRun, answer: Answer, said: Sequence[Turn]
+    opened: OpenRun, answer: Answer, conversation: Sequence[Turn]
 ) -> list[tuple[Turn, list[tuple[str, str]]]]:
     """Each turn with (data: URL, problem) of its images, read from the folder of the iteration's images. For threads."""
     folder = opened.record.paths.images(answer.split, answer.iteration)
-    found, room = [], MOST_IMAGES
-    for turn in said[:MOST_TURNS]:
+    turns_with_images, room = [], MOST_IMAGES
+    for turn in conversation[:MOST_TURNS]:
         shown: list[tuple[str, str]] = []
         for source in turn.images:
             room -= 1
@@ -80,31 +80,31 @@ def with_images(
                 shown.append((images.thumbnail(folder / source.rpartition("/")[2], IMAGE_SIDE), ""))
             except (ProgramFailed, ValueError, ImportError) as error:
                 shown.append(("", str(error)))
-        found.append((turn, shown))
-    return found
+        turns_with_images.append((turn, shown))
+    return turns_with_images
 
 
 def facts(answer: Answer, trajectory: Mapping[str, Any], weight: float | None) -> list[tuple[str, str]]:
     """What is known of an answer, in a few words each."""
     parts, timings = trajectory.get("reward_parts"), trajectory.get("timings")
-    found = [("advantage", f"{weight:+.4f}")] if weight is not None else []
-    found += (
+    known = [("advantage", f"{weight:+.4f}")] if weight is not None else []
+    known += (
         [(f"reward.{name}", _short(value)) for name, value in parts.items()]
         if isinstance(parts, Mapping)
         else []
     )
-    found += [
+    known += [
         ("tokens", str(answer.length)),
         ("ended by", str(trajectory.get("finish_reason", "?"))),
         ("node", str(answer.node_rank)),
         ("policy version", str(answer.policy_version)),
     ]
-    found += [("turns", str(trajectory["turns"]))] if trajectory.get("turns") else []
-    found += [("set", answer.eval_set)] if answer.eval_set else []
+    known += [("turns", str(trajectory["turns"]))] if trajectory.get("turns") else []
+    known += [("set", answer.eval_set)] if answer.eval_set else []
     for name, value in timings.items() if isinstance(timings, Mapping) else ():
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        found.append((str(name).removesuffix("_s"), duration(float(value)) if number else _short(value)))
-    return found
+        known.append((str(name).removesuffix("_s"), duration(float(value)) if number else _short(value)))
+    return known
 
 
 def notes(trajectory: Mapping[str, Any]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
@@ -136,7 +136,7 @@ async def show(client: Client, opened: OpenRun) -> None:
         failed, others = notes(trajectory)
         html(part("facts", facts(answer, trajectory, weight)))
         html(part("failures", failed))
-        said = turns(trajectory)
+        conversation = turns(trajectory)
         whole = link(
             opened.name,
             "text",
@@ -145,9 +145,16 @@ async def show(client: Client, opened: OpenRun) -> None:
             task=answer.task_index,
             number=number,
         )
-        html(part("conversation", await to_thread(with_images, opened, answer, said), MOST_CHARACTERS, whole))
-        if len(said) > MOST_TURNS:
-            html(part("facts", [("turns that are not shown", str(len(said) - MOST_TURNS))]))
+        html(
+            part(
+                "conversation",
+                await to_thread(with_images, opened, answer, conversation),
+                MOST_CHARACTERS,
+                whole,
+            )
+        )
+        if len(conversation) > MOST_TURNS:
+            html(part("facts", [("turns that are not shown", str(len(conversation) - MOST_TURNS))]))
         if others:
             ui.label("What the task says").classes("heading").props("role=heading aria-level=2")
             html(part("facts", others))
@@ -157,7 +164,7 @@ async def show(client: Client, opened: OpenRun) -> None:
 def _links(run: str, rows: Sequence[Answer], number: int) -> list[tuple[str, str, str]]:
     """(title, address, relation) of each link on the page of an answer."""
     answer = rows[number]
-    found = [
+    links = [
         (
             "all answers of the iteration",
             link(run, "answers", split=answer.split, iteration=answer.iteration),
@@ -170,9 +177,9 @@ def _links(run: str, rows: Sequence[Answer], number: int) -> list[tuple[str, str
             "",
         ),
     ]
-    found += [("previous [", place(run, rows[number - 1], "answer"), "prev")] if number else []
-    found += [("next ]", place(run, rows[number + 1], "answer"), "next")] if number + 1 < len(rows) else []
-    return found
+    links += [("previous [", place(run, rows[number - 1], "answer"), "prev")] if number else []
+    links += [("next ]", place(run, rows[number + 1], "answer"), "next")] if number + 1 < len(rows) else []
+    return links
 
 
 async def _show_tokens(opened: OpenRun, trajectory: Mapping[str, Any], query: Mapping[str, str]) -> None:

@@ -106,22 +106,22 @@ def search(opened: OpenRun, asked: Asked, progress: Progress) -> Found:
 def rows(opened: OpenRun, answers: Sequence[Answer]) -> list[tuple[Answer, str, str, str]]:
     """Each answer with the beginning of its text, and the addresses of its page and its group's. It reads files, so call it in a
     thread."""
-    found = []
+    listed = []
     for answer in answers:
         try:
-            said = snippet(read_answer(answer))
+            beginning = snippet(read_answer(answer))
         except FsbarrierError as error:
-            said = str(error)
-        found.append(
-            (answer, said, place(opened.name, answer, "answer"), place(opened.name, answer, "group"))
+            beginning = str(error)
+        listed.append(
+            (answer, beginning, place(opened.name, answer, "answer"), place(opened.name, answer, "group"))
         )
-    return found
+    return listed
 
 
 def snippet(trajectory: Trajectory) -> str:
     """The beginning of the last turn that says something."""
-    said = next((turn.text for turn in reversed(turns(trajectory)) if turn.text.strip()), "")
-    return visible(" ".join(said[: 4 * SNIPPET].split())[:SNIPPET])
+    text = next((turn.text for turn in reversed(turns(trajectory)) if turn.text.strip()), "")
+    return visible(" ".join(text[: 4 * SNIPPET].split())[:SNIPPET])
 
 
 def place(run: str, answer: Answer, view: str) -> str:

@@ -69,8 +69,8 @@ async def _of_run(client: Client, runs: OpenRuns, name: str, view: View | None) 
         if opened is not None and view is not None:
             await view(client, opened)
             return
-        said = "There is no such run in this folder." if opened is None else "There is no such view."
+        why = "There is no such run in this folder." if opened is None else "There is no such view."
     except (FsbarrierError, OSError) as error:
-        said = str(error)
+        why = str(error)
     with page(client, "cannot be shown"):
-        html(part("problem", f"{name} cannot be shown", said))
+        html(part("problem", f"{name} cannot be shown", why))

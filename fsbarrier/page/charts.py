@@ -22,11 +22,11 @@ Marks = Sequence[tuple[float, str]]
 
 def smoothed(points: Points, weight: float) -> list[tuple[float, float]]:
     """The exponential moving average, corrected for its start; `weight`: of the past, 0 to below 1."""
-    found, sum_, norm = [], 0.0, 0.0
+    averages, sum_, norm = [], 0.0, 0.0
     for x, y in points:
         sum_, norm = weight * sum_ + (1 - weight) * y, weight * norm + (1 - weight)
-        found.append((x, sum_ / norm))
-    return found
+        averages.append((x, sum_ / norm))
+    return averages
 
 
 def curve(

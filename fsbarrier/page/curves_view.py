@@ -48,19 +48,19 @@ def points(rows: Mapping[int, Row], column: str) -> Points:
 
 def marks(reader: RunReader) -> Marks:
     """Where a session began, a setting changed, or a node was lost."""
-    found: dict[tuple[float, str], None] = {}
+    happened: dict[tuple[float, str], None] = {}
     for event in reader.history.newest_events():
         if event.name == "node_lost":
-            found[event.iteration, "a node was lost"] = None
+            happened[event.iteration, "a node was lost"] = None
         elif event.name == "generation_started":
             reason, settings = event.text("reason"), event.fields.get("settings")
             if reason.startswith("start"):
-                found[event.iteration, "a session began"] = None
+                happened[event.iteration, "a session began"] = None
             # A renewed generation repeats the settings of its session.
             if isinstance(settings, Mapping) and not reason.startswith(RENEWED):
                 for name, value in settings.items():
-                    found[event.iteration, visible(f"{name}={setting_text(value)}")] = None
-    return [*found]
+                    happened[event.iteration, visible(f"{name}={setting_text(value)}")] = None
+    return [*happened]
 
 
 async def show(client: Client, opened: OpenRun) -> None:
@@ -78,13 +78,13 @@ async def show(client: Client, opened: OpenRun) -> None:
         charts: dict[str, ui.echart] = {}
         groups = {name: ui.element("section") for name in GROUPS}
 
-        def options(column: str, found: Figures) -> dict[str, object]:
+        def options(column: str, drawn_from: Figures) -> dict[str, object]:
             title = words_of(column).title
             drawn = curve(
-                {title: found.columns[column]},
+                {title: drawn_from.columns[column]},
                 smooth=float(smoothing.value or 0.0),
                 log=bool(logarithmic.value),
-                marks=found.marks,
+                marks=drawn_from.marks,
                 about=title,
             )
             return drawn

@@ -109,9 +109,9 @@ class OpenRuns:
         names = [path.name for path in self._folders()]
         with ThreadPoolExecutor(AT_ONCE) as pool:
             looked = [*pool.map(self._line, names)]
-        found = [(name, each) for name, each in zip(names, looked, strict=True) if isinstance(each, RunLine)]
-        found.sort(key=lambda item: (item[1].last_activity_s is None, item[1].last_activity_s or 0.0))
-        return found, [each for each in looked if isinstance(each, str)]
+        shown = [(name, each) for name, each in zip(names, looked, strict=True) if isinstance(each, RunLine)]
+        shown.sort(key=lambda item: (item[1].last_activity_s is None, item[1].last_activity_s or 0.0))
+        return shown, [each for each in looked if isinstance(each, str)]
 
     def _folders(self) -> Sequence[Path]:
         return [self._only] if self._only is not None else run_folders(self.folder)

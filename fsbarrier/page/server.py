@@ -107,8 +107,8 @@ class _OneLine(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         error = record.exc_info[1] if record.exc_info else None
-        said = f"{type(error).__name__}: {error}" if error is not None else record.getMessage()
-        return f"fsbarrier view: {one_line(said)}"
+        text = f"{type(error).__name__}: {error}" if error is not None else record.getMessage()
+        return f"fsbarrier view: {one_line(text)}"
 
 
 def log_one_line() -> None:

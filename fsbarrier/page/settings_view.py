@@ -47,7 +47,7 @@ async def compare(client: Client, runs: OpenRuns) -> None:
     with page(client, "compared runs"):
         try:
             opened = [each for name in names if (each := await to_thread(runs.get, name)) is not None]
-            found = {each.name: await to_thread(each.newest.ask, figures) for each in opened}
+            figures_of = {each.name: await to_thread(each.newest.ask, figures) for each in opened}
             settings = {each.name: await to_thread(each.newest.ask, settings_of) for each in opened}
         except (FsbarrierError, OSError) as error:
             html(part("problem", "The runs cannot be compared", str(error)))
@@ -59,7 +59,7 @@ async def compare(client: Client, runs: OpenRuns) -> None:
         ui.label("Settings that differ").classes("heading").props("role=heading aria-level=2")
         rows = _differences(settings)
         html(part("settings", [visible(name) for name in settings], rows))
-        _curves(found)
+        _curves(figures_of)
 
 
 def _differences(settings: Mapping[str, Mapping[str, str]]) -> list[tuple[str, list[str], bool]]:
@@ -69,8 +69,8 @@ def _differences(settings: Mapping[str, Mapping[str, str]]) -> list[tuple[str, l
     return [row for row in rows if len(set(row[1])) > 1]
 
 
-def _curves(found: Mapping[str, Figures]) -> None:
-    columns = {column: None for figured in found.values() for column in figured.columns}
+def _curves(figures_of: Mapping[str, Figures]) -> None:
+    columns = {column: None for figured in figures_of.values() for column in figured.columns}
     for group in GROUPS:
         own = [column for column in columns if words_of(column).group == group]
         if not own:
@@ -78,7 +78,7 @@ def _curves(found: Mapping[str, Figures]) -> None:
         ui.label(group).classes("heading").props("role=heading aria-level=2")
         with ui.element("div").classes("curves"):
             for column in own:
-                series = {name: figured.columns.get(column, []) for name, figured in found.items()}
+                series = {name: figured.columns.get(column, []) for name, figured in figures_of.items()}
                 words = words_of(column)
                 with ui.element("div").classes("curve"):
                     ui.label(visible(words.title)).classes("title")

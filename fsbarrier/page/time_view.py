@@ -81,16 +81,16 @@ def timeline(reader: RunReader, status: RunStatus, last: int | None = None) -> T
 def _pieces(span: Span, line: int, begin: float) -> list[tuple[int, float, float, str, str]]:
     """A node's work in a row, and its wait after that."""
     done = span.ended_at if span.done_at is None else min(max(span.done_at, span.began_at), span.ended_at)
-    said = f"node {span.node_rank}, iteration {span.iteration}: {span.phase} {span.phase_name}"
+    where = f"node {span.node_rank}, iteration {span.iteration}: {span.phase} {span.phase_name}"
     kind = KIND_OF.get(span.phase_name, "other")
-    work = (line, span.began_at - begin, done - begin, kind, f"{said}, {duration(done - span.began_at)}")
+    work = (line, span.began_at - begin, done - begin, kind, f"{where}, {duration(done - span.began_at)}")
     wait_s = span.ended_at - done
     wait = (
         line,
         done - begin,
         span.ended_at - begin,
         "waiting",
-        f"{said}: waits {duration(wait_s)} for others",
+        f"{where}: waits {duration(wait_s)} for others",
     )
     return [piece for piece in (work, wait) if piece[2] - piece[1] > 1e-4]
 

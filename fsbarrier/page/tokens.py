@@ -54,15 +54,15 @@ def spans(trajectory: Mapping[str, Any], colour: str, first: int, text_of: TextO
     mask = _padded(_numbers(trajectory, "loss_mask"), len(ids), 0)
     values = _values(trajectory, colour, len(ids))
     peak = peak_of(trajectory, colour)
-    found = []
+    tokens = []
     for at in range(first, min(len(ids), first + MOST_TOKENS)):
         off, value = not mask[at], values[at]
         title = f"token {at}, id {int(ids[at])}" + (
             ", masked from the loss" if off else f", {value:.4f}" if value is not None else ""
         )
         style = "" if off or value is None else _style(colour, value)
-        found.append(Span(text_of(int(ids[at])), style, title, off, at == peak))
-    return found
+        tokens.append(Span(text_of(int(ids[at])), style, title, off, at == peak))
+    return tokens
 
 
 def peak_of(trajectory: Mapping[str, Any], colour: str) -> int | None:

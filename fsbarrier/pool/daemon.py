@@ -110,42 +110,42 @@ class _Node:
 
     def _serve(self) -> None:
         """Start or stop the child according to the log."""
-        place = self.pool.queue.place_of(self.number)
-        if place is not None and self.pool.queue.jobs[place.job].stop:
-            self._report(place, self._end_child() or STOPPED)
+        assigned = self.pool.queue.place_of(self.number)
+        if assigned is not None and self.pool.queue.jobs[assigned.job].stop:
+            self._report(assigned, self._end_child() or STOPPED)
             return
-        if self._serves != place:
+        if self._serves != assigned:
             self._end_child()
-            if place is not None:
-                self._start(place)
+            if assigned is not None:
+                self._start(assigned)
         if self._child is not None and self._serves and (code := self._child.poll()) is not None:
             self._report(self._serves, code)
 
-    def _start(self, place: Assignment) -> None:
-        job = self.pool.queue.jobs[place.job].job
-        self.say(f"job {place.job} ({job.name}): starting node {place.rank}")
-        where = ["--log-path", str(self.pool.run_of(place.job))]
-        if place.rank == 0:
+    def _start(self, assigned: Assignment) -> None:
+        job = self.pool.queue.jobs[assigned.job].job
+        self.say(f"job {assigned.job} ({job.name}): starting node {assigned.rank}")
+        where = ["--log-path", str(self.pool.run_of(assigned.job))]
+        if assigned.rank == 0:
             words = ["--master", "--num-nodes", str(job.nodes), *where, *job.words]
         else:
             shared = [flag for flag in ("--shared-group", "--trust-mount") if flag in job.words]
-            words = ["--worker", str(place.rank), *where, *shared]
-        self._serves = place
+            words = ["--worker", str(assigned.rank), *where, *shared]
+        self._serves = assigned
         try:
             self._child = Child.start(
                 own_program("fsbarrier", "run", *words),
                 env=with_this_package(self.environ),
                 cwd=job.folder,
-                log_file=self.pool.log(place.job, place.rank),
-                name=f"job {place.job}, node {place.rank}, on {host_name()}",
+                log_file=self.pool.log(assigned.job, assigned.rank),
+                name=f"job {assigned.job}, node {assigned.rank}, on {host_name()}",
             )
         except StartFailed as error:
             self.say(str(error))
-            self._report(place, error.returncode)
+            self._report(assigned, error.returncode)
 
-    def _report(self, place: Assignment, code: int) -> None:
-        self.say(f"job {place.job}: node {place.rank} ended with exit code {code}")
-        self.pool.append(Ended(place.job, place.rank, place.by, code))
+    def _report(self, assigned: Assignment, code: int) -> None:
+        self.say(f"job {assigned.job}: node {assigned.rank} ended with exit code {code}")
+        self.pool.append(Ended(assigned.job, assigned.rank, assigned.by, code))
         self._child = self._serves = None
 
     def _end_child(self) -> int | None:

@@ -117,7 +117,7 @@ class JobState:
     def open_places(self) -> Iterator[Assignment]:
         """The assignments of node ranks that have no exit code yet; none once the job is over."""
         if self.over is None:
-            yield from (place for rank, place in self.places.items() if rank not in self.codes)
+            yield from (assigned for rank, assigned in self.places.items() if rank not in self.codes)
 
 
 @dataclass
@@ -156,11 +156,11 @@ class Queue:
 
     def place_of(self, node: int) -> Assignment | None:
         """What a node of the pool runs; None if it is free."""
-        places = (place for state in self.going_on().values() for place in state.open_places())
-        return next((place for place in places if place.node == node), None)
+        places = (assigned for state in self.going_on().values() for assigned in state.open_places())
+        return next((assigned for assigned in places if assigned.node == node), None)
 
     def free(self, living: Collection[int]) -> list[int]:
-        busy = {place.node for state in self.going_on().values() for place in state.open_places()}
+        busy = {assigned.node for state in self.going_on().values() for assigned in state.open_places()}
         return sorted(set(living) - busy)
 
     def first_in_line(self, living: Collection[int]) -> int | None:

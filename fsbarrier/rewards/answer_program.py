@@ -150,7 +150,7 @@ def restrict() -> None:
 
 def why_not() -> str:
     """Why tests' processes cannot be restricted here; "" if they can."""
-    said, answer = os.pipe()
+    reason, answer = os.pipe()
     if (pid := os.fork()) == 0:
         try:
             restrict()
@@ -160,7 +160,7 @@ def why_not() -> str:
             os._exit(0)
     os.close(answer)
     os.waitpid(pid, 0)
-    return os.read(said, SHOWN).decode()
+    return os.read(reason, SHOWN).decode()
 
 
 def become_nobody() -> None:
@@ -194,7 +194,7 @@ def limit(asked: Asked) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (asked["cpu_s"], asked["cpu_s"] + 1))
 
 
-def do_test(asked: Asked, given: Any, said: int, result: int) -> None:
+def do_test(asked: Asked, given: Any, printed: int, result: int) -> None:
     """In a test's process: run the program. `said`, `result`: files for what it prints, and for what its function returns."""
     function, files = asked["function"], list[int]()
     os.setsid()
@@ -205,8 +205,8 @@ def do_test(asked: Asked, given: Any, said: int, result: int) -> None:
         files.append(fd)
     for fd, number in (
         (files[0], 0),
-        (files[1] if function else said, 1),
-        (said if function else files[1], 2),
+        (files[1] if function else printed, 1),
+        (printed if function else files[1], 2),
     ):
         os.dup2(fd, number)
     os.closerange(3, result)
@@ -233,12 +233,12 @@ def do_test(asked: Asked, given: Any, said: int, result: int) -> None:
 
 def run_test(asked: Asked, given: Any) -> dict[str, str]:
     """One test in a process of its own; returns its line."""
-    said, result = (os.memfd_create(name) for name in ("said", "result"))
+    printed, result = (os.memfd_create(name) for name in ("said", "result"))
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
-            do_test(asked, given, said, result)
+            do_test(asked, given, printed, result)
             code = 0
         except SystemExit as error:
             # As in any program, None and 0 are success, and a text says what failed.
@@ -257,12 +257,12 @@ def run_test(asked: Asked, given: Any) -> dict[str, str]:
         if (code := os.waitstatus_to_exitcode(status)) < 0:
             named = signal.Signals(-code).name if -code in set(signal.Signals) else str(-code)
             return {"failed": "it took too long" if -code == signal.SIGXCPU else f"it was ended by {named}"}
-        text = contents(result if code or asked["function"] else said, asked["output"])
+        text = contents(result if code or asked["function"] else printed, asked["output"])
         if code:
             return {"failed": (text.strip().splitlines() or ["it ended with an error"])[-1][:SHOWN]}
         return {"got": text}
     finally:
-        os.close(said)
+        os.close(printed)
         os.close(result)
 
 

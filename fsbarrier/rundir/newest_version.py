@@ -36,10 +36,10 @@ def _decided_in(paths: RunPaths, store: LenientStore, generation: int) -> list[s
     for row in PHASE_FOLDER.parse_all(store.names(paths.facts_of(generation))):
         folder = paths.phase(generation, row.index, row.name)
         for name in store.names(folder) if row.name == PUBLISHES else ():
-            said = FACT.parse(name)
-            fact = store.read(folder / name, Fact) if said is not None and said.status == "done" else None
-            if fact is not None and said is not None:
-                decided.append((said.iteration, _folder_of(fact.value)))
+            named = FACT.parse(name)
+            fact = store.read(folder / name, Fact) if named is not None and named.status == "done" else None
+            if fact is not None and named is not None:
+                decided.append((named.iteration, _folder_of(fact.value)))
     return [name for _, name in sorted(decided) if name]
 
 

@@ -39,7 +39,7 @@ def check(
     existing = next(path for path in (real, *real.parents) if path.exists())
     trusted = {os.geteuid(), 0}
     if mount_of(existing).family.category != LOCAL and os.stat(existing).st_uid not in trusted:
-        # A file server may map users. Then the owner of a file that we make there is this user.
+        # A file server may map user ids. Then the owner that a new file of ours gets there stands for this user.
         trusted.add(owner_at(existing))
     way = [path for path in (real, *(real / name for name in inside)) if os.path.lexists(path)]
     for path in way:

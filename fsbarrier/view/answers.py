@@ -200,8 +200,10 @@ class AnswerIndex:
         """All answers of an iteration. Reads the files that came or grew since the last call. Raises FsbarrierError."""
         return self._answers(split, iteration, self._files(split).get(iteration, ()))
 
-    def _answers(self, split: str, iteration: int, found: Iterable[tuple[str, int, int]]) -> list[Answer]:
-        files = frozenset(found)
+    def _answers(
+        self, split: str, iteration: int, read_files: Iterable[tuple[str, int, int]]
+    ) -> list[Answer]:
+        files = frozenset(read_files)
         with self._lock:
             known = self._rows.get((split, iteration))
             if known is None or known[0] != files:
@@ -230,17 +232,19 @@ class AnswerIndex:
 
     def _files(self, split: str) -> dict[int, list[tuple[str, int, int]]]:
         """iteration -> name, size and time of each rank's file."""
-        found: dict[int, list[tuple[str, int, int]]] = {}
+        by_iteration: dict[int, list[tuple[str, int, int]]] = {}
         try:
             for path in self._paths.trajectories(split).iterdir():
                 name = parse_trajectories(path.name)
                 if name is not None and name.rank is not None and name.split == split:
                     there = path.lstat()
-                    found.setdefault(name.iteration, []).append((path.name, there.st_size, there.st_mtime_ns))
+                    by_iteration.setdefault(name.iteration, []).append(
+                        (path.name, there.st_size, there.st_mtime_ns)
+                    )
         except OSError:
             # The folder does not exist yet, or a file has just been removed; the next call lists the folder again.
             pass
-        return found
+        return by_iteration
 
     def _read(self, split: str, iteration: int) -> list[Answer]:
         rows: dict[tuple[Path, int], list[Answer]] = {}
@@ -282,10 +286,10 @@ def _with_words(answers: Iterator[Answer], words: str) -> Iterator[Answer]:
 def said_in(trajectory: Mapping[str, Any]) -> str:
     """All texts of a trajectory: its messages, or its prompt and answer."""
     messages, prompt = trajectory.get("messages"), trajectory.get("prompt", "")
-    said = [*messages] if isinstance(messages, list) else []
-    said += prompt if isinstance(prompt, list) and not said else []
-    texts = [text_of(message.get("content")) for message in said if isinstance(message, Mapping)]
-    alone = [prompt] if isinstance(prompt, str) and not said else []
+    messages_said = [*messages] if isinstance(messages, list) else []
+    messages_said += prompt if isinstance(prompt, list) and not messages_said else []
+    texts = [text_of(message.get("content")) for message in messages_said if isinstance(message, Mapping)]
+    alone = [prompt] if isinstance(prompt, str) and not messages_said else []
     return "\n".join([*alone, *texts, str(trajectory.get("text", ""))])
 
 

@@ -30,12 +30,12 @@ def turns(trajectory: Mapping[str, Any]) -> list[Turn]:
     """The conversation in order, with that of earlier segments before it."""
     earlier, last = trajectory.get("earlier_messages"), trajectory.get("messages")
     segments = [*(earlier if isinstance(earlier, list) else ()), *([last] if isinstance(last, list) else ())]
-    found = [turn for number, messages in enumerate(segments) for turn in _turns(messages, number)]
-    if last and found:
-        return found
+    whole = [turn for number, messages in enumerate(segments) for turn in _turns(messages, number)]
+    if last and whole:
+        return whole
     prompt = trajectory.get("prompt", "")
     asked = [*_turns(prompt, 0)] if isinstance(prompt, list) else [Turn("prompt", _text(prompt))]
-    return [*found, *asked, Turn("answer", _text(trajectory.get("text", "")))]
+    return [*whole, *asked, Turn("answer", _text(trajectory.get("text", "")))]
 
 
 def _turns(messages: object, segment: int) -> Iterator[Turn]:
@@ -54,12 +54,12 @@ def _turns(messages: object, segment: int) -> Iterator[Turn]:
 
 def _calls(message: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     listed = message.get("tool_calls")
-    found = []
+    calls = []
     for call in listed if isinstance(listed, list) else ():
         function = call.get("function", call) if isinstance(call, Mapping) else {}
         function = function if isinstance(function, Mapping) else {}
-        found.append((str(function.get("name", "?")), _text(function.get("arguments", ""))))
-    return tuple(found)
+        calls.append((str(function.get("name", "?")), _text(function.get("arguments", ""))))
+    return tuple(calls)
 
 
 def _text(value: object) -> str:

@@ -139,14 +139,14 @@ def working_line(status: RunStatus) -> str:
     if status.phase is None:
         waited = status.waiting_for.node_ranks if status.waiting_for is not None else ()
         return f"{clock_time(time.time())}  waiting for node {ranks(waited)} to join" if waited else ""
-    said = [
+    working = [
         f"node {node.node_rank}: {text}"
         for node in status.nodes
         if node.progress and (text := progress_text(node.progress))
     ]
-    more = f"; and {len(said) - MOST_NODES} more nodes" if len(said) > MOST_NODES else ""
+    more = f"; and {len(working) - MOST_NODES} more nodes" if len(working) > MOST_NODES else ""
     where = f"iteration {status.iteration}, phase {status.phase.index} {one_line(status.phase.name)}"
-    return f"{clock_time(time.time())}  {where}: {'; '.join(said[:MOST_NODES])}{more}" if said else ""
+    return f"{clock_time(time.time())}  {where}: {'; '.join(working[:MOST_NODES])}{more}" if working else ""
 
 
 def frame(status: RunStatus, reader: RunReader, width: int, height: int) -> RenderableType:

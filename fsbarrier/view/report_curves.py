@@ -46,12 +46,12 @@ def curves(runs: Mapping[str, Rows]) -> list[Chart]:
     metrics = [name for name in columns if name.startswith(MEASURED) and not name.endswith(("_se", "_s"))]
     charts = {"reward": {"train": "train_reward", "held-out": "test_reward"}}
     charts |= {metric_name(metric): {"": metric} for metric in sorted(metrics, key=importance)}
-    found = []
+    charts_drawn = []
     for title, named in charts.items():
         series = [*_series(runs, named)]
         if any(value for drawn in series for _, value in drawn.points):
-            found.append((title, _newest_values(runs, named, series), line_chart(series)))
-    return found
+            charts_drawn.append((title, _newest_values(runs, named, series), line_chart(series)))
+    return charts_drawn
 
 
 def _series(runs: Mapping[str, Rows], named: Mapping[str, str]) -> Iterator[Series]:
@@ -80,8 +80,8 @@ def _newest(value: float) -> str:
 
 
 def _points(rows: Rows, column: str) -> list[tuple[float, float]]:
-    found = ((float(iteration), row.get(column)) for iteration, row in rows.items())
-    return [(iteration, value) for iteration, value in found if isinstance(value, int | float)]
+    values = ((float(iteration), row.get(column)) for iteration, row in rows.items())
+    return [(iteration, value) for iteration, value in values if isinstance(value, int | float)]
 
 
 def ticks(low: float, high: float, about: int) -> list[float]:

@@ -40,8 +40,8 @@ def samples(paths: RunPaths, newest: int) -> list[SplitSamples]:
 
 def of_iteration(paths: RunPaths, iteration: int) -> dict[str, SplitSamples]:
     """By split: the samples of this iteration, if it has a merged file."""
-    found = {split: _split(paths, split, iteration, oldest=iteration) for split in SPLITS}
-    return {split: shown for split, shown in found.items() if shown is not None}
+    by_split = {split: _split(paths, split, iteration, oldest=iteration) for split in SPLITS}
+    return {split: shown for split, shown in by_split.items() if shown is not None}
 
 
 def _split(paths: RunPaths, split: str, newest: int, oldest: int = 1) -> SplitSamples | None:
@@ -125,12 +125,12 @@ def _sample(label: str, trajectory: Trajectory, kept_in: Path) -> ShownTrajector
         *(["cut off"] if trajectory.get("finish_reason") == "length" else []),
     ]
     messages = _messages(trajectory)
-    said, room = list[ShownMessage](), MOST_IMAGES
+    shown_messages, room = list[ShownMessage](), MOST_IMAGES
     for role, content in messages[:MOST_MESSAGES]:
         text, shown = _text_and_images(content, kept_in, room)
-        said.append((printable(role), _shortened(text), shown))
+        shown_messages.append((printable(role), _shortened(text), shown))
         room -= len(shown)
-    return label, one_line(" · ".join(facts)), said, max(0, len(messages) - MOST_MESSAGES)
+    return label, one_line(" · ".join(facts)), shown_messages, max(0, len(messages) - MOST_MESSAGES)
 
 
 def _messages(trajectory: Trajectory) -> Sequence[tuple[str, object]]:

@@ -351,8 +351,8 @@ def _unwritable(reader: RunReader, nodes: Sequence[NodeStatus]) -> list[str]:
     beats = {rank: reader.beat(rank) for rank in sorted(reader.joins)}
     unwritable = [rank for rank, beat in beats.items() if beat is not None and beat.state == UNWRITABLE]
     who = f"node{'s' if len(unwritable) > 1 else ''} {ranks(unwritable)}"
-    said = f"{who} cannot write in {root} (room, quota, permission); their output says what fails"
-    return [said] if unwritable else []
+    problem = f"{who} cannot write in {root} (room, quota, permission); their output says what fails"
+    return [problem] if unwritable else []
 
 
 def _why_lost(reader: RunReader, node: NodeStatus) -> str:

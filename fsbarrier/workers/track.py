@@ -234,8 +234,8 @@ def _numbers(row: Mapping[str, object]) -> dict[str, float]:
 def _sample_rows(reader: RunReader, iteration: int) -> list[list[str]]:
     """The report's sample answers of this iteration, as rows of `COLUMNS` without the first."""
     rows = []
-    for split, (_, found, _) in of_iteration(reader.paths, iteration).items():
-        for label, facts, messages, _ in found:
+    for split, (_, samples, _) in of_iteration(reader.paths, iteration).items():
+        for label, facts, messages, _ in samples:
             said = "\n".join(f"{role}: {text}" for role, text, _ in messages)
             rows.append([split, label, facts, said])
     return rows

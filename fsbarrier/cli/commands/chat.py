@@ -126,8 +126,8 @@ def _ask(client: EngineClient, model: str, settings: Settings, given: str | list
         arguments = rollout.template_arguments
         path, body = "/v1/chat/completions", {**body, "messages": given, "chat_template_kwargs": arguments}
     try:
-        said: Any = client.call("POST", path, body, timeout_s=ANSWER_S, cancel=threading.Event())
-        choice = said["choices"][0]
+        reply: Any = client.call("POST", path, body, timeout_s=ANSWER_S, cancel=threading.Event())
+        choice = reply["choices"][0]
         return str(choice["text"] if isinstance(given, str) else choice["message"]["content"] or "")
     except (Refused, Unreachable) as error:
         raise ProgramFailed(f"the policy did not answer: {error}") from None
