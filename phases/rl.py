@@ -332,10 +332,8 @@ def rounds_begun(
     decision: RolloutDecision, reports: Mapping[int, RolloutReport]
 ) -> tuple[int, Sequence[int]]:
     """How many rounds took place, and their tasks."""
-    sizes, counts = (
-        decision.round_sizes,
-        [report.rounds for report in reports.values() if report.rounds is not None],
-    )
+    sizes = decision.round_sizes
+    counts = [report.rounds for report in reports.values() if report.rounds is not None]
     # If no node had anything to do, an older generation has done all rounds.
     begun = max(counts, default=len(sizes))
     return begun, decision.wanted[: sum(sizes[:begun])]
@@ -454,21 +452,20 @@ def stop_engine(node: Node) -> JsonObject | None:
 def prepare_batch(node: Node) -> BatchDecision:
     """Leader: prepare the training batch; if it trains first, open a port on which the others test its addresses."""
     ctx = node.context
-    batch, given = ctx.paths.batch(ctx.iteration, ctx.generation), opened_port(ctx)
+    batch = ctx.paths.batch(ctx.iteration, ctx.generation)
     spec = PrepareSpec(ctx.identity, ctx.policy_version, ctx.policy.model, batch, learned_from(ctx))
     node.event("batch_prepared", {"batch": batch.name}, node.run(spec))
-    return meet(node, given, batch.name)
+    return with_port(node, batch.name)
 
 
-def opened_port(ctx: Context) -> Port | None:
-    """The port of the node where the update's processes meet; None if that is the leader."""
+def with_port(node: Node, batch: str = "") -> BatchDecision:
+    """The decision about a batch, with the port where the update's processes meet: the leader's own, or the one that another node has
+    opened (`open_port`)."""
+    ctx = node.context
     meets = meeting_at(ctx)
-    return None if meets == ctx.leader else ctx.reports_of("batch_prepare", BatchDecision)[meets].port
-
-
-def meet(node: Node, given: Port | None, batch: str = "") -> BatchDecision:
-    """The port where the update's processes meet: the one that was given, or the leader's own."""
-    return BatchDecision(open_rendezvous(node) if given is None else given, batch)
+    if meets == ctx.leader:
+        return BatchDecision(open_rendezvous(node), batch)
+    return BatchDecision(ctx.reports_of("batch_prepare", BatchDecision)[meets].port, batch)
 
 
 def open_port(node: Node) -> BatchDecision | None:

@@ -49,7 +49,7 @@ def decide_eval(node: Node) -> ExamplesDecision:
 def prepare_batch(node: Node) -> BatchDecision:
     """Leader: have the examples tokenized, and the tokens that are trained on marked."""
     ctx = node.context
-    batch, given = ctx.paths.batch(ctx.iteration, ctx.generation), rl.opened_port(ctx)
+    batch = ctx.paths.batch(ctx.iteration, ctx.generation)
     rows = {"train": "train_assign", "test": "eval_decide"}
     decided = {split: ctx.find_decision(row, ExamplesDecision) for split, row in rows.items()}
     spec = ExamplesSpec(
@@ -61,7 +61,7 @@ def prepare_batch(node: Node) -> BatchDecision:
         examples={split: item.examples if item is not None else () for split, item in decided.items()},
     )
     node.event("batch_prepared", {"batch": batch.name}, node.run(spec))
-    decision: BatchDecision = rl.meet(node, given, batch.name)
+    decision: BatchDecision = rl.with_port(node, batch.name)
     return decision
 
 

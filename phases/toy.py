@@ -86,10 +86,9 @@ def aggregate_train(node: Node) -> MergeDecision | None:
 
 
 def prepare_batch(node: Node) -> BatchDecision:
-    given = rl.opened_port(node.context)
     work(node)
-    met: BatchDecision = rl.meet(node, given)
-    return met
+    decision: BatchDecision = rl.with_port(node)
+    return decision
 
 
 def choose_address(node: Node) -> RendezvousDecision:

@@ -310,11 +310,11 @@ def copy_listed(source: Path, target: Path, digest: FileDigest | None, root: Pat
     return copied
 
 
-def read_listed(folder: Path, name: str) -> bytes:
-    """The content of a small file in a policy version's manifest. Raises ProgramFailed."""
+def read_listed(folder: Path, name: str) -> bytes | None:
+    """The content of a small file in a policy version's manifest; None if the manifest does not list it. Raises ProgramFailed."""
     digest, path = read_manifest(folder).files.get(name), folder / name
     if digest is None:
-        raise ProgramFailed(f"{path} is not in the {MANIFEST} beside it")
+        return None
     try:
         data = patiently(lambda: _read_below(folder, name))
     except OSError as error:

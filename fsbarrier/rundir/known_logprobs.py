@@ -54,9 +54,8 @@ class KnownLogprobs:
 
 def read(folder: Path) -> KnownLogprobs | None:
     """Read a complete policy version's known log-probabilities; None if its trainer wrote none. Raises ProgramFailed."""
-    if NAME not in checkpoints.read_manifest(folder).files:
-        return None
+    data = checkpoints.read_listed(folder, NAME)
     try:
-        return msgspec.json.decode(checkpoints.read_listed(folder, NAME), type=KnownLogprobs)
+        return None if data is None else msgspec.json.decode(data, type=KnownLogprobs)
     except (ValueError, RecursionError) as error:
         raise ProgramFailed(f"{folder / NAME} is not what a trainer writes: {error}") from None

@@ -80,6 +80,8 @@ class StateLayout:
         path = folder / LAYOUT
         version = folder.parent.parent if folder.parent.name == CRITIC else folder.parent
         data = checkpoints.read_listed(version, path.relative_to(version).as_posix())
+        if data is None:
+            raise ProgramFailed(f"{path} is not in the {checkpoints.MANIFEST} of its version")
         try:
             return msgspec.json.decode(data, type=cls)
         except (msgspec.DecodeError, RecursionError) as error:
