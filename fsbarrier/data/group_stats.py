@@ -121,8 +121,8 @@ class GroupStats:
     @classmethod
     def total(cls, groups: Iterable[GroupStats]) -> Self:
         """The sums of ADDED over these groups; the other statistics stay empty."""
-        there = list(groups)
-        return cls(**{name: sum(getattr(stats, name) for stats in there) for name in ADDED})
+        summands = list(groups)
+        return cls(**{name: sum(getattr(stats, name) for stats in summands) for name in ADDED})
 
     @property
     def is_finished(self) -> bool:

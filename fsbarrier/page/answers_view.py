@@ -162,7 +162,7 @@ class AnswersView:
             order = ui.select([*ORDERS], value=self._asked.order, label="order").props("dense outlined")
             order.on_value_change(self._reorder)
             self._order = order
-        self._said = ui.label().props("role=status").classes("muted")
+        self._status_line = ui.label().props("role=status").classes("muted")
         self._chart = ui.echart(histogram([], (None, None)), on_point_click=self._bar).style("height:150px")
         self._task_chart = ui.echart(curve({}), on_point_click=self._point).style("height:180px")
         self._list = html("")
@@ -171,7 +171,7 @@ class AnswersView:
                 "flat no-caps dense"
             )
             self._next = ui.button("next", on_click=lambda: self._turn(ROWS)).props("flat no-caps dense")
-        self._ticks = ui.timer(0.3, self._tell, active=False)
+        self._progress_timer = ui.timer(0.3, self._show_progress, active=False)
 
     def _select(self, name: str, label: str, choices: Sequence[str]) -> None:
         value = self._asked.texts.get(name, "")
@@ -211,9 +211,9 @@ class AnswersView:
             query = {**self._asked.texts, "iteration": int(data[0])}
             ui.navigate.to(link(self._opened.name, "answers", **query))
 
-    def _tell(self) -> None:
+    def _show_progress(self) -> None:
         if self._progress.total > 1:
-            self._said.set_text(f"reading: {self._progress.done} of {self._progress.total} iterations")
+            self._status_line.set_text(f"reading: {self._progress.done} of {self._progress.total} iterations")
 
     def stop(self) -> None:
         """Stop the search, because nobody looks any more."""
@@ -223,11 +223,11 @@ class AnswersView:
         """Search, and show what was found. A search that another one has replaced shows nothing."""
         self.stop()
         progress = self._progress = Progress()
-        self._ticks.activate()
+        self._progress_timer.activate()
         found = await to_thread(search, self._opened, self._asked, progress)
         if progress is not self._progress:
             return
-        self._ticks.deactivate()
+        self._progress_timer.deactivate()
         self._found = found
         await self._show()
 
@@ -250,7 +250,7 @@ class AnswersView:
         end = first + len(shown)
         place_in = f"{first + 1} to {end} of " if len(found.chosen) > ROWS else ""
         counts = f"{place_in}{len(found.chosen):,} answers; {len(scored):,} scored ones in the histogram"
-        self._said.set_text(visible(found.problem) or f"{counts} ({found.seconds:.2f} s)")
+        self._status_line.set_text(visible(found.problem) or f"{counts} ({found.seconds:.2f} s)")
         self._previous.set_enabled(first > 0)
         self._next.set_enabled(end < len(found.chosen))
         ui.navigate.history.replace(asked.address(self._opened.name))

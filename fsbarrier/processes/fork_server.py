@@ -73,6 +73,7 @@ class Messages:
         try:
             return msgspec.json.decode(data)
         except msgspec.DecodeError:
+            # msgspec refuses the escape of half of a surrogate pair, which `send` may have written.
             return json.loads(data)
 
     def close(self) -> None:

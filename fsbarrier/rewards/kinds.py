@@ -50,8 +50,8 @@ def open_reward(
 ) -> Reward:
     """The reward for `reward.kind` and `reward.weights`. `timeout_s=None`: the setting's default. `engines`: the frozen ones.
 
-    Raises UsageError if there is no such kind, or if it needs a judge and none is configured. Its `open` does so if its file or function is
-    missing or broken.
+    Raises UsageError if there is no such kind, or if it needs a judge and none is configured. That its file or function is missing or
+    broken is only found by the reward's `open`.
     """
     if timeout_s is None:
         timeout_s = RewardSettings().timeout_s
