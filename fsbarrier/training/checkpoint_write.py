@@ -86,9 +86,8 @@ class NewVersion:
 
     `weights`: what is served, each tensor once, in the order of the layers; they are written in `dtype`, with `adapters` merged.
     `beside`: the folder whose tokenizer and other small files are copied; None: there are none.
-    `trainer`: the state to save with this version; None: none, and the manifest gets `state_in`.
+    `trainer`: the state to save with this version; None: none, and the manifest gets `state_in`. `critic`: it gets a folder of its own.
     `copy`: where this node gets a copy of the weights, if there is room; None: nowhere.
-    `critic`: the critic, which is saved in a folder of its own.
     `known`: what an engine must compute with these weights; None: not known.
     `base`, `whole`: with adapters, the model that they belong to, and whether the merged weights are written too.
     `against`: the earlier version against which this one is written as a delta, unless the delta is too large; None: it is written whole.
@@ -171,8 +170,7 @@ def _settle(
 
     copied = msgspec.convert(_together(out, publish_whole), list[Written])
     if copy is not None and rank == copy.ranks[0]:
-        # Nobody needs this node's copy of the version before: the engines have it in memory, and the next version is made of the new
-        # copy.
+        # Nobody reads this node's copy of the version before: the engines have it in memory, and the new copy is newer.
         copy.place.discard(against.before.name)
     if worth_it:
         return version
@@ -364,8 +362,9 @@ def _commit(out: Path, version: NewVersion, written: Sequence[Sequence[Written]]
         digests[known_logprobs.NAME] = write_hashed(out / known_logprobs.NAME, version.known.encode())
     base = version.base
     if version.against is not None:
-        made = {name: digest for of_process in written for name, digest in of_process[0].made.items()}
-        base = version.against.base(made)
+        base = version.against.base(
+            {name: file for of_all in written for name, file in of_all[0].made.items()}
+        )
     if base is not None and not any(map(checkpoints.is_weights, digests)):
         digests[README_NAME] = write_hashed(out / README_NAME, readme(out, version.policy_version, base))
     manifest = checkpoints.Manifest(
