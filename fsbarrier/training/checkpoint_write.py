@@ -86,11 +86,10 @@ class NewVersion:
 
     `weights`: what is served, each tensor once, in the order of the layers; they are written in `dtype`, with `adapters` merged.
     `beside`: the folder whose tokenizer and other small files are copied; None: there are none.
-    `trainer`: the state to save with this version; None: none, and the manifest gets `state_in`. `critic`: it gets a folder of its own.
-    `copy`: where this node gets a copy of the weights, if there is room; None: nowhere.
-    `known`: what an engine must compute with these weights; None: not known.
-    `base`, `whole`: with adapters, the model that they belong to, and whether the merged weights are written too.
-    `against`: the earlier version against which this one is written as a delta, unless the delta is too large; None: it is written whole.
+    `trainer`: the state to save; None: none, and the manifest gets `state_in`. `copy`: where this node gets a copy of the weights, if there
+    is room. `critic`: the critic, saved in its own folder. `known`: what an engine must compute with these weights, if that is known.
+    `base`, `whole`: with adapters, the model that they belong to, and whether the merged weights are written too. `against`: the earlier
+    version against which this one becomes a delta, unless the delta is too large; None: it is written whole.
     """
 
     policy_version: int
@@ -175,9 +174,7 @@ def _settle(
     if worth_it:
         return version
     for process, whole in zip(of_policy, copied, strict=True):
-        process.digests = {
-            name: digest for name, digest in process.digests.items() if not name.startswith(DELTA)
-        }
+        process.digests = {name: file for name, file in process.digests.items() if not name.startswith(DELTA)}
         process.digests |= whole.digests
         process.made = {}
     if rank == 0:
@@ -363,7 +360,7 @@ def _commit(out: Path, version: NewVersion, written: Sequence[Sequence[Written]]
     base = version.base
     if version.against is not None:
         base = version.against.base(
-            {name: file for of_all in written for name, file in of_all[0].made.items()}
+            {name: file for files_of in written for name, file in files_of[0].made.items()}
         )
     if base is not None and not any(map(checkpoints.is_weights, digests)):
         digests[README_NAME] = write_hashed(out / README_NAME, readme(out, version.policy_version, base))
