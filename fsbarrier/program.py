@@ -74,7 +74,8 @@ class Phase(Row[RowFunction]):
 class Program(Table[RowFunction]):
     """A program: its phases in order, and its slices."""
 
-    #: what a run must have: a "model"; files in the data path, of tasks ("data") or of "examples" for supervised fine-tuning
+    #: what a run must have: a "model"; files in the data path, of tasks ("data") or of "examples" for supervised fine-tuning; without a
+    #: model, what a "merge" of trajectory files needs
     needs: frozenset[str] = frozenset()
     #: by dotted name: settings where the user chooses none, and those that cannot be chosen
     defaults: Mapping[str, object] = field(default_factory=dict)

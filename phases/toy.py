@@ -135,4 +135,4 @@ ROWS: tuple[Phase, ...] = tuple(
     replace(row, each=EACH.get(row.name, row.each), leader=LEADER.get(row.name, row.leader))
     for row in rl.PROGRAM.rows
 )
-PROGRAM = Program("toy", ROWS, RL_SLICES)
+PROGRAM = Program("toy", ROWS, RL_SLICES, needs=frozenset({"merge"}))

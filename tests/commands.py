@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import shutil
+import subprocess
 from dataclasses import dataclass
 
 from fsbarrier import cli
@@ -30,3 +32,11 @@ def typed(*words: object, code: int | None = 0) -> Said:
     said = Said(ended, *(stream.buffer.getvalue().decode() for stream in (out, err)))  # type: ignore[attr-defined]
     assert code in (None, ended), said
     return said
+
+
+def starts(python: str) -> bool:
+    """Whether this Python runs. A name on the path may lead to a version manager that has no such version."""
+    return (
+        shutil.which(python) is not None
+        and subprocess.run([python, "--version"], capture_output=True).returncode == 0
+    )

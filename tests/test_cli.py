@@ -234,23 +234,33 @@ def test_a_dry_run_prints_what_config_reads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("package", "needed_for"), [("vllm", "a run's engines"), ("torch", "a run's training")]
+    ("program", "package", "needed_for"),
+    [
+        ("rl", "vllm", "a run's engines"),
+        ("rl", "torch", "a run's training"),
+        ("toy", "torch", "a run's trajectory files"),
+    ],
 )
 def test_a_wheel_without_extras_is_refused_before_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, needed_for: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, package: str, needed_for: str
 ) -> None:
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else found(name))
     words = [
+        "--program",
+        program,
         "--log-path",
         tmp_path / "run",
-        f"--data-path={tmp_path}",
-        f"--model={REPO}/fsbarrier/data/demo/model",
+        "engine.max_model_len=64",
+        "rollout.max_tokens=8",
     ]
-    said = typed("run", *words, "engine.max_model_len=64", "rollout.max_tokens=8", code=2).err
-    assert f"{needed_for} needs the Python package {package}" in said and len(said.splitlines()) == 1
+    if program == "rl":
+        words += [f"--data-path={tmp_path}", f"--model={REPO}/fsbarrier/data/demo/model"]
+    said = typed("run", *words, code=2).err
+    assert f"the Python package {package}, for {needed_for}, is not installed" in said
+    assert len(said.splitlines()) == 1
     assert re.search(r"-m pip install 'fsbarrier\[rl,(cpu|cuda)\]'", said)
     assert not (tmp_path / "run").exists()
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from commands import starts
 from test_environment import HERE, rolled
 from test_rollout import SAMPLES, Fake, rolled_out, start_fake
 
@@ -31,11 +32,6 @@ def interpreter(folder: Path, *packages: str, base: str = sys.executable) -> str
     subprocess.run([base, "-m", "venv", folder / "venv"], check=True)
     subprocess.run([python, "-m", "pip", "install", "-q", *packages], check=True)
     return str(python)
-
-
-def starts(python: str) -> bool:
-    """A name on the path may lead to a version manager that has no such version."""
-    return subprocess.run([python, "--version"], capture_output=True).returncode == 0
 
 
 def test_a_policy_plays_gymnasium_and_textarena(tmp_path: Path, roomy: Fake) -> None:

@@ -192,7 +192,10 @@ def _imports() -> list[Check]:
         Check(f"import {each['name']}", OK, each["ok"])
         if "ok" in each
         else Check(
-            f"import {each['name']}", REFUSED, each["failed"], "make the environment anew, or install it"
+            f"import {each['name']}",
+            REFUSED,
+            each["failed"],
+            "in a clone remove .venv*, then ./run.sh; elsewhere pip install 'fsbarrier[rl,cpu]'",
         )
         for each in packages
     ]

@@ -79,7 +79,8 @@ class ModelShape:
             raise UsageError(f"{folder / 'config.json'} lacks {', '.join(missing)}")
         if importlib.util.find_spec("torch") is None:
             raise UsageError(
-                "a plan needs PyTorch and transformers, which this environment lacks: start ./run.sh once without --dry-run or --help"
+                "a plan needs PyTorch and transformers, which this environment lacks: in a clone start ./run.sh once without --dry-run or "
+                "--help, elsewhere pip install 'fsbarrier[rl,cpu]'"
             )
         return examine(folder, lora)
 

@@ -244,7 +244,7 @@ def _check_packages(settings: Settings, needs: Collection[str]) -> None:
             if setting.startswith(RL):
                 kind = "cuda" if accelerators.detect() else "cpu"
                 raise UsageError(
-                    f"{setting} needs the Python package {alternatives[0]}, which is not installed in {sys.prefix}: in a clone ./run.sh "
+                    f"the Python package {alternatives[0]}, for {setting}, is not installed in {sys.prefix}: in a clone ./run.sh "
                     f"creates the environment, elsewhere type {sys.executable} -m pip install 'fsbarrier[rl,{kind}]', on every node"
                 )
             raise UsageError(
@@ -269,6 +269,8 @@ def _packages(settings: Settings, needs: Collection[str]) -> Iterator[tuple[str,
     trains = "model" in needs and trainer.command is None and settings.rl_phase != "rollout"
     for package in ("torch", "transformers") if trains else ():
         yield f"{RL}training", (package,)
+    if "merge" in needs:
+        yield f"{RL}trajectory files", ("torch",)
     if trains and trainer.backend == "deepspeed":
         yield "trainer.backend=deepspeed", ("deepspeed",)
     if trains and trainer.attention == "flash_attention_2":
