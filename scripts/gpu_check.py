@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import math
 import multiprocessing
 import os
@@ -280,14 +281,18 @@ class Runner:
         self.context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
         self.notes: list[str] = []
         self.broken = False
+        #: what `--json` writes
+        self.record: dict[str, Any] = {"options": {name: str(value) for name, value in vars(options).items()}}
 
     def run(self) -> None:
         options = self.options
         made = self.in_process("model", make_model, self.model, options)
         if isinstance(made, Failed):
-            row("model", [self.failed("model", made)])
+            self.row("model", [self.failed("model", made)])
             return
         shape = measure(architecture(self.model))
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        self.record |= {"accelerator": made[0], **versions, "parameters": shape.parameters}
         print(f"{made[0]}; torch {torch.__version__}, transformers {transformers.__version__}")
         print(f"{options.size}: {shape.parameters / 1e6:,.1f} million parameters in {shape.layers} layers")
         print(f"{options.sequences} sequences of up to {options.tokens:,} tokens a step\n")
@@ -295,11 +300,11 @@ class Runner:
         for name in options.modes:
             mode = MODES[name]
             if mode.needs and find_spec(mode.needs) is None:
-                row(name, [f"not tried: {mode.needs} is not installed"])
+                self.row(name, [f"not tried: {mode.needs} is not installed"])
             elif mode.needs == "flash_attn" and not torch.cuda.is_available():
-                row(name, ["not tried: it needs an accelerator"])
+                self.row(name, ["not tried: it needs an accelerator"])
             else:
-                row(name, self.cells(name, mode))
+                self.row(name, self.cells(name, mode))
 
     def cells(self, name: str, mode: Mode) -> list[str]:
         """A mode's row."""
@@ -319,6 +324,12 @@ class Runner:
         if isinstance(back, Failed):
             return [*got.cells, written, self.failed(f"{name}, reading back", back)]
         return [*got.cells, written, f"{back[0] / back[1] / 1e6:,.2f}"]
+
+    def row(self, name: str, cells: list[str]) -> None:
+        """Print the row of a mode, and keep it for the record."""
+        row(name, cells)
+        figures = dict(zip(COLUMNS, cells, strict=False)) if len(cells) > 1 else {"result": cells[0]}
+        self.record.setdefault("modes", {})[name] = figures
 
     def failed(self, name: str, why: Failed) -> str:
         """Note it; gives what the table says of it."""
@@ -375,6 +386,7 @@ def options_of(argv: list[str] | None) -> argparse.Namespace:
     add("--sequences", type=int, default=16, help="sequences a step (default: 16)")
     add("--steps", type=int, default=4, help="steps, the first is not timed (default: 4)")
     add("--dir", type=Path, help="where model and checkpoints go for a while (default: the temporary folder)")
+    add("--json", type=Path, metavar="FILE", help="also write all figures there, to attach to a report")
     add("--no-checkpoint", dest="checkpoint", action="store_false", help="write and read none")
     options = parser.parse_args(argv)
     for name, least in {"layers": 1, "tokens": 4, "sequences": 1, "steps": 2}.items():
@@ -382,6 +394,8 @@ def options_of(argv: list[str] | None) -> argparse.Namespace:
             parser.error(f"--{name}: at least {least}")
     if options.dir is not None and not options.dir.is_dir():
         parser.error(f"--dir: {options.dir} is no folder")
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        parser.error(f"--json: {options.json.absolute().parent} is no folder")
     options.size = options.size or ("0.5b" if torch.cuda.is_available() else "tiny")
     options.tokens = options.tokens or (64 if options.size == "tiny" else 2048)
     return options
@@ -398,6 +412,8 @@ def main() -> int:
         runner = Runner(Path(name), options)
         runner.run()
         print(*runner.notes, sep="\n")
+        if options.json is not None:
+            options.json.write_text(json.dumps({**runner.record, "notes": runner.notes}, indent=1) + "\n")
     return 1 if runner.broken else 0
 
 

@@ -3,6 +3,7 @@ this cannot show."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -31,9 +32,15 @@ def run(*argv: str) -> tuple[int, dict[str, list[str]], str]:
     "modes", [("plain", "flash"), pytest.param(("plain", "flash", "lora"), marks=pytest.mark.slow)]
 )
 def test_each_mode_has_its_figures(tmp_path: Path, modes: tuple[str, ...]) -> None:
-    script = str(REPO / "scripts" / "gpu_check.py")
-    code, rows, said = run(script, "--dir", str(tmp_path), "--modes", *modes)
+    script, written_to = str(REPO / "scripts" / "gpu_check.py"), tmp_path / "figures.json"
+    code, rows, said = run(script, "--dir", str(tmp_path), "--json", str(written_to), "--modes", *modes)
     assert code == 0, said
+    record = json.loads(written_to.read_text())
+    written_to.unlink()
+    assert record["accelerator"] == "CPU" and record["notes"] == []
+    assert [*record["modes"]["plain"].values()] == rows["plain"]
+    assert record["modes"]["plain"]["gradient"] == rows["plain"][6]
+    assert record["modes"]["flash"]["result"].startswith("not tried:")
     assert list(rows) == ["mode", *modes], said
     assert rows.pop("flash")[:2] == ["not", "tried:"]
     assert rows.pop("mode")[:2] == ["tokens/s", "s/step"]
@@ -55,7 +62,15 @@ def number(cell: str) -> float:
 
 
 @pytest.mark.parametrize(
-    "flags", ["--size 9b", "--modes plain,lora", "--steps 1", "--layers 0", "--dir /nowhere"]
+    "flags",
+    [
+        "--size 9b",
+        "--modes plain,lora",
+        "--steps 1",
+        "--layers 0",
+        "--dir /nowhere",
+        "--json /nowhere/x.json",
+    ],
 )
 def test_bad_flags_are_refused_by_name(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
     from scripts import gpu_check

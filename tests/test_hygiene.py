@@ -213,6 +213,10 @@ IMPORTED_AS = {
     "pytest-timeout": "timeout =",
     "pytest-xdist": "--dist",
     "pytest-cov": "--cov",
+    "check-wheel-contents": "check-wheel-contents",
+    # What moto's server is made of, though moto[s3] does not ask for it.
+    "flask": "moto.server",
+    "flask-cors": "moto.server",
 }
 
 
