@@ -42,7 +42,10 @@ DIR = Path(MODE.get("dir", "."))
 END = 1  # the end token; letters are their code points
 BOS = "^"  # where there is one, each text begins with it
 LOCK = threading.Lock()
-serving: dict[str, Any] = {"model": "", "prompts": 0, "most": 0, "version": "default", "newer": 0}
+serving: dict[str, Any] = {
+    **{"model": "", "prompts": 0, "most": 0, "version": "default", "newer": 0},
+    "adapters": [],
+}
 
 
 def first_time(name: str) -> bool:
@@ -82,8 +85,10 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/metrics":
             self.metrics()
         elif self.allowed() and self.path == "/v1/models":
-            model = {"id": "policy", "root": serving["model"], "max_model_len": MODE.get("length", 64)}
-            self.answer(200, {"object": "list", "data": [model]})
+            root, length = serving["model"], MODE.get("length", 64)
+            names = ["policy", *serving["adapters"]]
+            data = [{"id": name, "root": root, "max_model_len": length} for name in names]
+            self.answer(200, {"object": "list", "data": data})
 
     def metrics(self) -> None:
         """How many wait, as vLLM says it, where there is a file `waiting` that says how many; each look is noted."""
@@ -120,6 +125,8 @@ class Handler(BaseHTTPRequestHandler):
                 self.reload(body)
             case "/sleep" if MODE.get("sleep") == "error":
                 self.answer(500, {"error": {"message": "insomnia", "code": 500}})
+            case "/v1/load_lora_adapter" | "/v1/unload_lora_adapter":
+                self.change_adapters(body["lora_name"], body.get("lora_path"))
             case "/update_weight_version":
                 serving["version"] = body["new_version"]
                 self.answer(200, None)
@@ -191,6 +198,22 @@ class Handler(BaseHTTPRequestHandler):
         ]
         message = {"role": "assistant", "content": before or None, "tool_calls": calls}
         self.answer(200, {"choices": [{"message": message}]})
+
+    def change_adapters(self, name: str, folder: str | None) -> None:
+        """Load adapters of a version, or unload them (no folder); as vLLM, it answers with a sentence."""
+        if (name in serving["adapters"]) == (folder is not None):
+            self.answer(400, {"error": {"message": f"{name} was loaded already, or was not", "code": 400}})
+            return
+        if folder is not None:
+            assert (Path(folder) / "adapter_model.safetensors").is_file()
+            serving["adapters"].append(name)
+        else:
+            serving["adapters"].remove(name)
+        self.send_response(200)
+        data = b"Success: done."
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
 
     def reload(self, body: dict[str, Any]) -> None:
         match MODE.get("reload"):

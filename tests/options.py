@@ -22,7 +22,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "model=model lora.rank=0",
         "init_from={bench}/first@1",
         "init_from={bench}/first lora.rank=1 lora.targets=",
-        "model={bench}/model lora.rank=2 lora.alpha=4 lora.targets=q_proj,v_proj",
+        "model={bench}/model lora.rank=2 lora.alpha=4 lora.targets=q_proj,v_proj lora.serve=merged",
     ),
     "tasks": (
         "data_path={bench}/data",
@@ -236,6 +236,7 @@ ELSEWHERE = {
     "trainer.backend=deepspeed": "test_update_processes.py",
     "trainer.zero_stage": "test_update_processes.py",
     "trainer.command": "test_complete_runs.py",
+    "lora.serve=adapter": "test_moved_in_runs.py: a server of the user's serves no adapters",
     "trainer.private_network=true": "what all runs have that do not give it",
     "engine.api_key_env=none": "the table's server of a user has a key",
     "engine.url=none": "what all runs have that do not give one",

@@ -15,6 +15,8 @@ from commands import typed
 from engine_bench import NEVER, largest_gap, make_model, roll_out
 from trainer_bench import Bench, rollouts, settings, write_groups
 
+from fsbarrier.engine.client import EngineClient
+from fsbarrier.engine.command import Adapter
 from fsbarrier.engine.engine import Engine, EngineInfo
 from fsbarrier.rundir import checkpoints, runrecord
 from fsbarrier.rundir.paths import RunPaths
@@ -138,3 +140,32 @@ def test_an_export_of_what_two_processes_trained_in_parts(
     assert largest_gap(first, made, 0.7) > 1e-2
     exact = AutoModelForCausalLM.from_pretrained(out)
     assert (exact.get_input_embeddings().weight is exact.get_output_embeddings().weight) == tied
+
+
+def test_adapters_beside_the_first_model_sample_as_the_trainer_computes(tmp_path: Path) -> None:
+    """`lora.serve=adapter`: the server stays as it is, each version has its own name, and those before the last two are gone."""
+    first = make_model(tmp_path / "model", 1, tied=True, architecture="Llama")
+    nested = settings(rollout__temperature=0.7, optimizer__lr=1e-2, trainer__minibatch=40, lora__rank=4)
+    nested["lora"]["serve"] = "adapter"
+    work = Bench(tmp_path, nested)
+    chosen = resolve([], {"rollout.max_tokens": 8}).engine
+    engine = Engine(chosen, log_file=tmp_path / "vllm.log", work_dir=tmp_path / "work", adapter_rank=4)
+    try:
+        started = engine.ensure(first, 0, cancel=NEVER)
+        rolled_out(work, started, 0)
+        for number in (1, 2, 3):
+            version, before = f"v{number}", f"v{number - 1}" if number > 1 else ""
+            assert work.update(version, version=number, before=before)["logprob_gap_max"] < 1e-3
+            assert not list((tmp_path / version / "model").glob("*.safetensors"))
+            adapter = Adapter(version, tmp_path / version / "model" / "adapter")
+            info = engine.ensure(first, number, cancel=NEVER, adapter=adapter)
+            assert (info.action, info.pid, info.model) == ("reloaded", started.pid, version)
+            assert engine.ensure(first, number, cancel=NEVER, adapter=adapter).action == "kept"
+            made = rolled_out(work, info, number)
+            materialise(tmp_path / version, tmp_path / f"whole{number}", first)
+            assert largest_gap(tmp_path / f"whole{number}", made, 0.7) < 1e-3 < largest_gap(first, made, 0.7)
+        client = EngineClient(info.url, info.api_key)
+        listed: Any = client.call("GET", "/v1/models", timeout_s=10)
+        assert [one["id"] for one in listed["data"]] == ["policy", "v2", "v3"]
+    finally:
+        engine.stop()

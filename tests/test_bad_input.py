@@ -474,6 +474,37 @@ CASES = {
         RL + "trainer.backend=deepspeed lora.rank=4",
         ["lora.rank=4: not supported with"],
     ),
+    "adapters of a rank that vLLM cannot serve": (
+        RL + "lora.serve=adapter lora.rank=513",
+        [
+            "lora.rank=513: with lora.serve=adapter vLLM serves adapters of rank 512 at most; use lora.serve=merged"
+        ],
+    ),
+    "adapters of the head, which vLLM ignores": (
+        RL + "lora.serve=adapter lora.rank=4 lora.targets=q_proj,lm_head",
+        ["lora.targets=q_proj,lm_head: with lora.serve=adapter vLLM ignores adapters of the output head"],
+    ),
+    "adapters on engines that serve merged weights only": (
+        RL + "lora.serve=adapter lora.rank=2 engine.nodes=2 engine.tensor_parallel_size=2 --num-nodes 2",
+        ["engine.nodes=2: an engine over several nodes serves merged weights only"],
+    ),
+    "adapters on a server of the user's own": (
+        RL + "lora.serve=adapter lora.rank=2 --debug-mode",
+        ["lora.serve=adapter: the server is not this run's; drop --debug-mode, or use lora.serve=merged"],
+    ),
+    "adapters of a trainer of the user's own": (
+        RL + "lora.serve=adapter lora.rank=2 trainer.command=true",
+        ["lora.serve=adapter: trainer.command=true publishes no adapters that this run knows"],
+    ),
+    "adapters that running requests name, in flight": (
+        RL + "lora.serve=adapter lora.rank=2 rollout.in_flight=true rollout.ahead=1 --num-nodes 2"
+        " placement.rollout=node:1 placement.update=node:0",
+        ["rollout.in_flight=true: with lora.serve=adapter running requests keep the adapters that they name"],
+    ),
+    "adapters beside a model that sees": (
+        RL.replace("--model model", "--model sees") + "lora.rank=2 lora.serve=adapter",
+        ["sees is a qwen3_5 model, which takes images; engines serve it with merged adapters"],
+    ),
     "copies of a node with DeepSpeed": (
         RL + "trainer.backend=deepspeed trainer.shard=node",
         ["trainer.shard=node: not supported with", "trainer.zero_stage"],

@@ -16,6 +16,7 @@ from fsbarrier.planning import cluster_plan
 from fsbarrier.planning.cluster_plan import Cluster, ClusterPlan, make_plan
 from fsbarrier.planning.memory import GIB, UpdateLoad
 from fsbarrier.planning.model_shape import SIZES, ModelShape
+from fsbarrier.planning.publication import Publication
 from fsbarrier.rundir import checkpoints, retention
 from fsbarrier.settings.resolve import resolve
 from fsbarrier.settings.sections import LoraSettings
@@ -373,6 +374,48 @@ def test_what_is_offloaded_held_beside_or_not_trained_changes_the_memory() -> No
     # Of all processes of a node together: weights, gradients and moments, 16 bytes a parameter.
     (problem,) = planned(QWEN_72B, engine__tensor_parallel_size=4).problems
     assert "trainer.offload=all (1083.4 GiB of each node's memory)" in problem
+
+
+def test_what_an_update_moves_and_what_a_lost_node_costs() -> None:
+    """A delta of a twentieth at 1e-6 between whole versions, one in ten; the trainer's state with the whole ones, or where nodes cannot
+    hold it, with each; adapters with each, alone."""
+    weights, state = 2 * 7_615_616_512, 12 * 7_615_616_512
+
+    def moved(**chosen: Any) -> tuple[Publication, list[str]]:
+        named = {name.replace("__", "."): value for name, value in chosen.items()}
+        made = plan(QWEN_7B, 3, **{"optimizer.lr": 1e-6, **named})
+        return made.publication, [line for line in cluster_plan.lines(made) if "lost node" in line]
+
+    delta, (cost,) = moved()
+    assert (delta.kind, delta.usual, delta.repeated) == ("delta", weights // 20, 9)
+    assert delta.mean == pytest.approx((weights + 9 * weights / 20 + state) / 10, rel=1e-6)
+    assert (
+        "costs at most 9 updates, trained again from stored batches (none with checkpoint.trainer_every=1)"
+        in cost
+    )
+    for chosen in ({"trainer__backend": "deepspeed"}, {"algorithm__advantage": "gae"}):
+        both, (cost,) = moved(**chosen)
+        assert both.kind == "delta" and "costs no finished update" in cost
+        assert both.mean == pytest.approx((weights + 9 * weights / 20) / 10 + both.state, rel=1e-6)
+        assert moved(trainer__keep="process", **chosen)[0].repeated == 9
+    assert moved(checkpoint__trainer_every=1)[0].mean == pytest.approx(weights * 1.45 / 10 + state, rel=1e-6)
+    for chosen in (
+        {"checkpoint__weights_dir": "none"},
+        {"checkpoint__whole_every": 1},
+        {"trainer__command": "true"},
+    ):
+        assert moved(**chosen)[0].kind == "whole" and moved(**chosen)[0].mean == weights + state
+    for serve in ("merged", "adapter"):
+        lora = {"lora__rank": 32, "lora__serve": serve}
+        adapters, (cost,) = moved(**lora)
+        assert adapters.kind == "adapters" and adapters.mean == 4 * adapters.usual < weights // 10
+        assert "costs no finished update" in cost
+        # On disk: two kept versions, one that is made, and the best one, all of adapters; and a whole one at a session's end.
+        named = {name.replace("__", "."): value for name, value in lora.items()}
+        kept = plan(QWEN_7B, 3, **named, **{"checkpoint.keep": 2}).checkpoint.kept
+        assert kept == weights + 4 * 4 * adapters.usual
+        without = moved(checkpoint__weights_dir="none", **lora)[0].kind
+        assert without == ("whole" if serve == "merged" else "adapters")
 
 
 def test_a_critic_is_a_second_model_with_all_that_training_takes() -> None:

@@ -436,6 +436,7 @@ WITHOUT_EFFECT = [
     ("optimizer.decay_steps=50", "", "has no effect with optimizer.schedule=constant"),
     ("lora.alpha=3", "", "lora.alpha=3: there are no adapters"),
     ("lora.targets=q_proj", "", "there are no adapters"),
+    ("lora.serve=adapter", "", "lora.serve=adapter: there are no adapters"),
     ("rollout.grace_s=3", "", "has no effect with rollout.completion_threshold=1"),
     ("environment.health=/h", "", "there is no environment"),
     ("environment.start_timeout_s=3", "", "there is no environment"),

@@ -82,8 +82,9 @@ class EngineClient:
         *,
         timeout_s: float,
         cancel: threading.Event | None = None,
+        is_json: bool = True,
     ) -> object:
-        """Send a request; returns the JSON response, None for an empty one.
+        """Send a request; returns the JSON response, None for an empty one, or for any if it is not expected to be JSON.
 
         Raises Refused (status 400 and above), Unreachable, CalledOff.
         """
@@ -111,7 +112,7 @@ class EngineClient:
         if status >= 400:
             raise Refused(f"{self.url}{path}: HTTP {status}: {refusal_text(text)}", status)
         try:
-            answer: object = parse(text) if text.strip() else None
+            answer: object = parse(text) if text.strip() and is_json else None
             return answer
         except NotJson:
             raise Unreachable(f"{self.url}{path}: the response is not JSON; is this a vLLM server?") from None

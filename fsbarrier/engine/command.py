@@ -14,12 +14,17 @@ from fsbarrier.engine.model import ModelFolder, sees, within_positions
 from fsbarrier.engine.span import Meeting
 from fsbarrier.network.this_host import VARIABLES, interface_of
 from fsbarrier.processes.supervisor import with_this_package
+from fsbarrier.settings.checks import MAX_RANK
 from fsbarrier.settings.sections import ServerSettings
 from fsbarrier.store.reading import MIB
 
 HOST = "127.0.0.1"
-# The policy's served name, constant across policy versions.
+# The largest ranks of adapters that vLLM can be started for.
+ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, MAX_RANK)
+# The policy's served name, constant across policy versions unless each has its adapters.
 SERVED_NAME = "policy"
+# How many versions' adapters a server has: the newest, and the one before, which running requests may name.
+MOST_ADAPTERS = 2
 # On a CPU, use one more thread per this many parameters.
 PARAMETERS_PER_THREAD = 10_000_000
 # KV cache on a CPU: minimum size, number of full-length sequences, and maximum share of memory (1/N).
@@ -33,6 +38,15 @@ _FOREIGN = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
     *("VLLM_PORT", "VLLM_CPU_KVCACHE_SPACE"),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A version's adapters in a folder, and the name under which the server serves them. Each version has a name of its own, since the
+    server caches by names."""
+
+    name: str
+    path: Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +68,8 @@ class ServerPlan:
     served_name: str = SERVED_NAME
     # vLLM's own parsers that the server needs.
     parsers: Parsers = NO_CHOICE
+    # The rank of adapters that the server loads beside the model; 0: none.
+    adapter_rank: int = 0
     # Where the server meets its parts on other nodes; None: it has none.
     meeting: Meeting | None = None
 
@@ -121,6 +137,9 @@ def argv(plan: ServerPlan) -> list[str]:
         words += ["--master-addr", plan.meeting.address, "--master-port", str(plan.meeting.port)]
         # Use no Ray. Only the head has an API server.
         words += ["--distributed-executor-backend", "mp", *(["--headless"] if plan.meeting.place else [])]
+    if plan.adapter_rank:
+        largest = next(rank for rank in ADAPTER_RANKS if rank >= plan.adapter_rank)
+        words += ["--enable-lora", "--max-loras", str(MOST_ADAPTERS), "--max-lora-rank", str(largest)]
     if plan.sleeps:
         words += ["--enable-sleep-mode"]
     if plan.accelerated:
@@ -153,6 +172,8 @@ def environment(plan: ServerPlan, environ: Mapping[str, str], api_key: str) -> d
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
     }
+    if plan.adapter_rank:
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if plan.meeting is None:
         # Override the interface that the host's other programs use, because the server may have only a loopback.
         env |= dict.fromkeys(VARIABLES, "lo")

@@ -107,8 +107,12 @@ class Engine:
         api_key: str = "",
         head_listener: HeadListener | None = None,
         parsers: Parsers = NO_CHOICE,
+        adapter_rank: int = 0,
     ) -> None:
         self._parsers = parsers
+        # The rank of the adapters that are served beside the model (lora.serve=adapter); 0: none. And those of the newest version.
+        self._adapter_rank = adapter_rank
+        self._adapter: command.Adapter | None = None
         self.settings, self.external = settings, external
         self._served_name, self._frozen = served_name, isinstance(settings, FrozenEngineSettings)
         self.log_file, self.work_dir, self.python, self.threads = log_file, work_dir, python, threads
@@ -135,10 +139,12 @@ class Engine:
         in_flight: bool = False,
         span: Span | None = None,
         known: KnownLogprobs | None = None,
+        adapter: command.Adapter | None = None,
     ) -> EngineInfo:
         """Serve the model folder `weights` as `policy_version`: start, reload in place, restart, or do nothing. `in_flight`: running
         requests go on; if the server would have to be restarted for that, it keeps its weights. `span`: the nodes that share the engine;
         each of them calls this with the same weights. `known`: log-probabilities that our server must reproduce; None: no comparison.
+        `adapter`: the version's adapters, which are served beside the model in `weights`.
 
         Returns when the server serves these weights, within `engine.start_timeout_s`. Raises ProgramFailed with the end of the server's log
         (damaged folder, failed start), also when `cancel` is set.
@@ -149,6 +155,7 @@ class Engine:
             if span != self._span:
                 self._stop_server()
                 self._span = span
+            self._adapter = adapter
             if self.external:
                 assert isinstance(self.settings, EngineSettings)
                 client, pid, action = connect(self.settings), 0, "external"
@@ -164,7 +171,8 @@ class Engine:
                     )
                     if span is not None and server.peers is not None:
                         server.peers.send_serving(span.turn)
-                client, pid, name = server.client, server.child.pid, self._served_name
+                client, pid = server.client, server.child.pid
+                name = self._served_name if adapter is None else adapter.name
             seconds = time.monotonic() - begin
             return EngineInfo(client.url, client.api_key, name, policy_version, pid, seconds, action, note)
 
@@ -186,7 +194,7 @@ class Engine:
                 return self._stop_and_verify(server, "this server cannot sleep", cancel)
             begin = time.monotonic()
             # A frozen model's weights stay in the host's memory. A policy's are replaced from disk anyway.
-            outcome = server.fall_asleep(cancel, keep_weights=self._frozen)
+            outcome = server.fall_asleep(cancel, keep_weights=self._frozen or self._adapter_rank > 0)
             if isinstance(outcome, str):
                 return self._stop_and_verify(server, outcome, cancel)
             return _released("sleep", "", begin, outcome)
@@ -262,7 +270,10 @@ class Engine:
         known: KnownLogprobs | None,
     ) -> str:
         """Reload in place, and compare; returns "" or the reason for a restart. After one wrong reload this engine reloads no more."""
-        reason = server.reload(served, policy_version, cancel, in_flight=in_flight)
+        if self._adapter_rank:
+            reason = server.serve_adapter(self._adapter, policy_version, cancel)
+        else:
+            reason = server.reload(served, policy_version, cancel, in_flight=in_flight)
         if reason or known is None:
             return reason
         wrong = server.differs(known, policy_version, cancel)
@@ -273,7 +284,7 @@ class Engine:
 
     def _as_served(self, model: ModelFolder, policy_version: int) -> ModelFolder:
         # The copy with its own head is local, and the other nodes of an engine could not read it.
-        if self._frozen or self._span is not None:
+        if self._frozen or self._adapter_rank or self._span is not None:
             return model
         return with_own_head(model, policy_version, self.work_dir / "served")
 
@@ -295,6 +306,8 @@ class Engine:
         server = self._launch(self._as_served(model, policy_version), links, meeting)
         label = None if self._frozen else policy_version
         problem = server.wait_until_it_answers(deadline, cancel, label)
+        if self._adapter is not None:
+            problem = problem or server.serve_adapter(self._adapter, policy_version, cancel)
         problem = problem or server.differs(known, policy_version, cancel)
         if problem:
             message = server.failure_text(problem)
@@ -358,7 +371,8 @@ class Engine:
             socket=str(self._short_socket()),
             seed=secrets.randbits(31),
             accelerated=bool(devices),
-            sleeps=nvidia and (self._frozen or not model.tied),
+            sleeps=nvidia and (self._frozen or self._adapter_rank > 0 or not model.tied),
+            adapter_rank=self._adapter_rank,
             memory_bytes=memory_bytes()[0],
             # Leave one core for the API server.
             threads=self.threads or max(1, len(os.sched_getaffinity(0)) - 1),

@@ -21,7 +21,7 @@ from typing import TypeVar
 from fsbarrier.context import Span
 from fsbarrier.engine.accelerators import Accelerator
 from fsbarrier.engine.answer_format import NO_CHOICE, Parsers
-from fsbarrier.engine.command import SERVED_NAME
+from fsbarrier.engine.command import SERVED_NAME, Adapter
 from fsbarrier.engine.engine import Engine, EngineInfo, Release
 from fsbarrier.engine.placement import Placement, placements
 from fsbarrier.engine.span import HeadListener
@@ -48,6 +48,7 @@ class Replicas:
         frozen: str = "",
         head_listener: HeadListener | None = None,
         parsers: Parsers = NO_CHOICE,
+        adapter_rank: int = 0,
     ) -> None:
         """`devices`: the accelerators that this node may use. `secrets_named`: variables with secrets, which the servers do not get.
         `frozen`: the name of a frozen engine, whose replicas share one key; "": these serve the policy. `head_listener`: where
@@ -74,6 +75,7 @@ class Replicas:
                 api_key=self.api_key,
                 head_listener=head_listener,
                 parsers=parsers,
+                adapter_rank=adapter_rank,
             )
 
         self._make = make
@@ -107,11 +109,12 @@ class Replicas:
         in_flight: bool = False,
         span: Span | None = None,
         known: KnownLogprobs | None = None,
+        adapter: Adapter | None = None,
     ) -> list[EngineInfo]:
         """Make every replica serve the model folder `weights` as `policy_version`; `show` receives the number of ready replicas.
 
-        `threads`: total compute threads on a CPU. `in_flight`, `span`, `known`: see Engine.ensure. Raises ProgramFailed with the first
-        failure; the other replicas are then ready, and a retry does not restart them.
+        `threads`: total compute threads on a CPU. `in_flight`, `span`, `known`, `adapter`: see Engine.ensure. Raises ProgramFailed with the
+        first failure; the other replicas are then ready, and a retry does not restart them.
         """
         for engine in self.engines:
             engine.threads = max(1, threads // len(self.engines)) if threads else 0
@@ -120,7 +123,13 @@ class Replicas:
         def bring(engine: Engine) -> EngineInfo:
             nonlocal ready
             info = engine.ensure(
-                weights, policy_version, cancel=cancel, in_flight=in_flight, span=span, known=known
+                weights,
+                policy_version,
+                cancel=cancel,
+                in_flight=in_flight,
+                span=span,
+                known=known,
+                adapter=adapter,
             )
             with lock:
                 ready += 1

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -58,10 +58,14 @@ class Server:
     # The state of the accelerators before the server was started.
     accelerators_before: list[accelerators.Accelerator]
     can_sleep: bool
+    # Whether it serves adapters beside the model, which it keeps.
+    serves_adapters: bool
     # Set when the daemon ends, to abort all waits.
     stopping: threading.Event
     # The model folder and version it serves; None during a change, when the weights may be inconsistent.
     serving: tuple[Path, int] | None = None
+    # The names of the adapters that are loaded beside the model, oldest first.
+    adapters: list[str] = field(default_factory=list)
     asleep: bool = False
     # The connections to its parts on other nodes; None: it runs on this node alone.
     peers: PeerLinks | None = None
@@ -101,6 +105,7 @@ class Server:
             environ=environ,
             accelerators_before=accelerators_before,
             can_sleep=plan.sleeps,
+            serves_adapters=plan.adapter_rank > 0,
             stopping=stopping,
             peers=PeerLinks(child, links) if links else None,
         )
@@ -164,6 +169,8 @@ class Server:
         `reloads`: whether a server of this engine computed what it should after a reload in place; None: that was not compared yet. A
         reload in flight needs a comparison before it, since running requests would go on with wrong weights until one is made.
         """
+        if self.serves_adapters:
+            return ""
         kind = self.first_model.config.get("model_type")
         if reloads is False:
             return f"this vLLM does not serve a {kind} model rightly after a reload in place"
@@ -182,7 +189,8 @@ class Server:
         vLLM rearranges the weights of some architectures when it loads them, those of experts for example, and then loads new ones wrongly
         without a word. Raises ProgramFailed if it is called off.
         """
-        if known is None:
+        # If it serves adapters, vLLM 0.32 dies on a CPU of a request for the log-probabilities of given tokens.
+        if known is None or (self.serves_adapters and not self.accelerators_before):
             return ""
         serves = f"does not serve the weights of policy version {policy_version}, or computes otherwise than the trainer: "
         try:
@@ -202,7 +210,8 @@ class Server:
 
         Raises Refused, Unreachable, CalledOff, ValueError.
         """
-        body = {"model": command.SERVED_NAME, "prompt": sequences, "prompt_logprobs": 0, "max_tokens": 1}
+        name = self.adapters[-1] if self.adapters else command.SERVED_NAME
+        body = {"model": name, "prompt": sequences, "prompt_logprobs": 0, "max_tokens": 1}
         answer: Any = self.client.call(
             "POST", "/v1/completions", body, timeout_s=self.start_timeout_s, cancel=cancel
         )
@@ -230,12 +239,40 @@ class Server:
             return "vLLM reports that it did not load all weights"
         return ""
 
+    def serve_adapter(
+        self, adapter: command.Adapter | None, policy_version: int, cancel: threading.Event
+    ) -> str:
+        """Serve the adapters of a version beside the model (None: the model alone), and unload those of the version before the last one;
+        returns "" or the reason why a restart is needed."""
+        if self.asleep and (reason := self.wake(cancel)):
+            return reason
+        try:
+            if adapter is not None:
+                if adapter.name not in self.adapters:
+                    self._post_for_text(
+                        "/v1/load_lora_adapter", cancel, adapter.name, lora_path=str(adapter.path)
+                    )
+                self.adapters = [*(name for name in self.adapters if name != adapter.name), adapter.name]
+            while len(self.adapters) > command.MOST_ADAPTERS:
+                self._post_for_text("/v1/unload_lora_adapter", cancel, self.adapters.pop(0))
+            self.label(policy_version, cancel)
+        except (Refused, Unreachable) as error:
+            return f"does not serve the adapters of policy version {policy_version}: {error}"
+        except CalledOff:
+            raise ProgramFailed("loading adapters was cancelled") from None
+        return ""
+
     def label(self, policy_version: int, cancel: threading.Event) -> None:
         """Set the policy version that the server reports with each token from now on. Raises Refused, Unreachable, CalledOff."""
         self._post("/update_weight_version", cancel, {"new_version": str(policy_version)})
 
     def _post(self, path: str, cancel: threading.Event, body: object = None) -> None:
         self.client.call("POST", path, body, timeout_s=self.start_timeout_s, cancel=cancel)
+
+    def _post_for_text(self, path: str, cancel: threading.Event, name: str, **more: str) -> None:
+        """A request about adapters, which vLLM answers with a sentence."""
+        body = {"lora_name": name, **more}
+        self.client.call("POST", path, body, timeout_s=self.start_timeout_s, cancel=cancel, is_json=False)
 
     def _load(self, model: ModelFolder, policy_version: int, cancel: threading.Event, running: str) -> None:
         """Reload in the order that vLLM requires: allocate memory for weights, load weights, allocate the cache. `running`: what happens

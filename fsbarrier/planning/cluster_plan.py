@@ -14,7 +14,7 @@ from fsbarrier.engine.server import ASLEEP_BYTES
 from fsbarrier.errors import UsageError
 from fsbarrier.planning.memory import EXACT, Sharding, UpdateLoad, choose_sharding, shards_of
 from fsbarrier.planning.model_shape import ModelShape
-from fsbarrier.planning.publication import Publication, publication
+from fsbarrier.planning.publication import Publication, publication, publishes_adapters
 from fsbarrier.settings.placement import Ranges
 from fsbarrier.settings.sections import ServerSettings, Settings, TrainerSettings
 from fsbarrier.store.reading import GIB, MIB
@@ -114,12 +114,14 @@ def make_plan(
     steps = trainer.epochs * max(1, round(rollout.tasks * rollout.samples / trainer.minibatch))
     critic = load.critic.parameters if load.critic is not None else 0
     checkpoint = checkpoint_bytes(shape.parameters, load.trained, load.element, settings, critic)
+    shares = bool(machines.accelerators) and settings.placement.rollout == settings.placement.update
     moved = publication(
         settings,
         model=checkpoint.model,
         state=checkpoint.trainer_state,
         adapters=load.trained * EXACT if settings.lora.rank else 0,
         in_float32=load.element == EXACT,
+        processes_end=trainer.keep == "nothing" or (trainer.keep == "auto" and shares),
     )
     return ClusterPlan(
         cluster=machines,
@@ -148,7 +150,11 @@ def checkpoint_bytes(
     model, state = parameters * serving, trained * (2 * EXACT + exact_copy)
     # A critic has no adapters.
     state += critic * (2 * EXACT + (0 if serving == EXACT else EXACT))
-    kept = (model + critic * serving + state) * _versions_on_disk(settings)
+    versions = _versions_on_disk(settings)
+    kept = (model + critic * serving + state) * versions
+    if publishes_adapters(settings):
+        # A session's last version is whole.
+        kept = model + (trained * EXACT + state) * versions
     return CheckpointBytes(model, state, kept, critic * serving)
 
 
@@ -362,7 +368,7 @@ def lines(plan: ClusterPlan) -> list[str]:
 def publication_lines(moved: Publication) -> list[str]:
     """What is moved and what a lost node costs, for people."""
     kinds = {
-        "adapters": "adapters alone, which each node merges",
+        "adapters": "adapters alone",
         "delta": f"a delta of about {_size(moved.usual)} between whole versions, if nodes have copies of weights",
         "whole": "each version whole",
     }

@@ -32,16 +32,29 @@ class Publication:
     repeated: int
 
 
+def nodes_have_copies(settings: Settings) -> bool:
+    """Whether each node may have a copy of the newest weights, if it has room."""
+    return (
+        settings.checkpoint.weights_dir != "none" and settings.engine.nodes == 1 and settings.manages_engine
+    )
+
+
+def publishes_adapters(settings: Settings) -> bool:
+    """Whether versions are adapters alone, until a session's last."""
+    usable = nodes_have_copies(settings) or settings.lora.are_served
+    return settings.lora.rank > 0 and usable and settings.trainer.command is None
+
+
 def publication(
-    settings: Settings, *, model: int, state: int, adapters: int, in_float32: bool
+    settings: Settings, *, model: int, state: int, adapters: int, in_float32: bool, processes_end: bool
 ) -> Publication:
-    """Estimate for versions of `model` bytes, with a trainer's state of `state` bytes and `adapters` of so many bytes. It assumes that the
-    run directory is on a network mount; on a local disk all versions without adapters are whole."""
+    """Estimate for versions of `model` bytes, with a trainer's state of `state` bytes and `adapters` of so many bytes. `processes_end`:
+    the trainer's processes end after each update. It assumes that the run directory is on a network mount; on a local disk all versions
+    without adapters are whole."""
     kept = settings.checkpoint
-    copies = kept.weights_dir != "none" and settings.engine.nodes == 1 and settings.manages_engine
-    own_trainer = settings.trainer.command is not None
+    copies, own_trainer = nodes_have_copies(settings), settings.trainer.command is not None
     every = kept.whole_every
-    if adapters and copies and not own_trainer:
+    if publishes_adapters(settings):
         state_every = kept.trainer_every or 1
         mean = adapters + state // state_every
         return Publication(
@@ -52,7 +65,9 @@ def publication(
         mean = model + state // state_every
         return Publication("whole", model, model, mean, model, model, state, state_every - 1)
     delta = int(model * min(MOST, DELTA_SHARE * math.sqrt(settings.optimizer.lr / AT_RATE)))
-    state_every = kept.trainer_every or every
+    # What a critic and DeepSpeed need is not kept on nodes.
+    stays = not processes_end or (settings.trainer.backend == "torch" and not settings.algorithm.has_critic)
+    state_every = kept.trainer_every or (every if stays else 1)
     weights = (model + (every - 1) * delta) // every
     # A node that only samples makes each version from its copy of the one before: it undoes that one's delta and applies the new one, so
     # it reads both.

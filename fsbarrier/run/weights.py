@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from fsbarrier.engine.command import Adapter
 from fsbarrier.engine.engine import EngineInfo
 from fsbarrier.errors import ProgramFailed
 from fsbarrier.node import Weights
@@ -21,6 +22,7 @@ from fsbarrier.rundir.known_logprobs import KnownLogprobs
 from fsbarrier.rundir.known_logprobs import read as read_known
 from fsbarrier.settings.sections import Settings
 from fsbarrier.store import files
+from fsbarrier.training.materialise import another_model
 from fsbarrier.training.weights_copy import WeightsCopy
 
 #: files beside weights that no engine reads
@@ -42,7 +44,11 @@ def load_weights(
 
     `show` is told how many replicas are ready. `in_flight`: requests go on with the new weights. Raises ProgramFailed, Cancelled.
     """
-    folder, lines = checked_weights(weights.folder, job, workplace, weights.policy, weights.first_model)
+    adapter: Adapter | None = None
+    if settings.lora.are_served:
+        folder, adapter, lines = checked_adapter(weights, job, workplace)
+    else:
+        folder, lines = checked_weights(weights.folder, job, workplace, weights.policy, weights.first_model)
     workplace.own_engines.use(weights.devices)
     # A server that is not this run's is never compared.
     known = known_logprobs(weights.folder, job, workplace, settings) if settings.manages_engine else None
@@ -55,8 +61,32 @@ def load_weights(
         in_flight=in_flight,
         span=weights.span,
         known=known,
+        adapter=adapter,
     )
     return infos, lines
+
+
+def checked_adapter(
+    weights: Weights, job: RowJob, workplace: Workplace
+) -> tuple[Path, Adapter | None, list[JsonObject]]:
+    """The run's first model, the verified adapters that engines serve beside it (`lora.serve=adapter`), and lines for the journal. Without
+    adapters (None) they serve the model in `weights` alone, before the first update. Raises ProgramFailed, Cancelled."""
+    model, first, began = weights.folder, weights.first_model, job.clock()
+    version, adapter = model.parent, Adapter(model.parent.name, model / checkpoints.ADAPTER)
+    with job.using_directory(f"checking {version.name}"):
+        if first is None or not workplace.patiently(job, (version / checkpoints.MANIFEST).exists):
+            return model, None, []
+        workplace.patiently(job, partial(checkpoints.check_identity, version, weights.policy))
+        if workplace.checked_model == model:
+            return first, adapter, []
+        part = f"{model.name}/{checkpoints.ADAPTER}/"
+        base = workplace.patiently(job, partial(checkpoints.verify, version, part, job.live_on)).base
+        copies = workplace.weights or WeightsCopy(workplace.work_dir)
+        digest = workplace.patiently(job, partial(copies.digest_of_first, first, job.live_on))
+        if base is not None and digest != base.digest:
+            raise another_model(version, first)
+    workplace.checked_model = model
+    return first, adapter, [_checked(version.name, "run directory", job.clock() - began)]
 
 
 def checked_weights(
@@ -93,13 +123,14 @@ def checked_weights(
             workplace.patiently(job, partial(_check_all, model, job))
             workplace.checked_model = model
     folder = model if copies is None else copies.nearest(model)
-    fields = {
-        "serving": version,
-        "weights_from": "run directory" if folder == model else "node",
-        "seconds": round(job.clock() - began, 3),
-        "note": why_not,
-    }
-    return folder, [{"event": "weights_checked", **fields}]
+    source = "run directory" if folder == model else "node"
+    return folder, [_checked(version, source, job.clock() - began, why_not)]
+
+
+def _checked(version: str, source: str, seconds: float, note: str = "") -> JsonObject:
+    """A line for the journal."""
+    fields = {"serving": version, "weights_from": source, "seconds": round(seconds, 3), "note": note}
+    return {"event": "weights_checked", **fields}
 
 
 def known_logprobs(

@@ -22,6 +22,8 @@ from fsbarrier.wording import counted, setting_text
 if TYPE_CHECKING:
     from fsbarrier.settings.sections import Settings
 
+#: the largest rank of adapters that vLLM serves beside a model
+MAX_RANK = 512
 #: a stage that other frameworks place, and that fsbarrier does not have
 INFERENCE = "inference"
 
@@ -127,9 +129,29 @@ def _idle(s: Settings, ranges: Sequence[Ranges]) -> str:
     return f"{what}{'s' * (len(idle) > 1)} {', '.join(idle[:8])}{', ...' * (len(idle) > 8)}" if idle else ""
 
 
+def _served_adapters(s: Settings, named: AsChosen) -> Iterator[str]:
+    """What vLLM cannot serve beside a model, or this project does not."""
+    if not s.lora.are_served:
+        return
+    serve, merged = named("lora.serve"), "use lora.serve=merged"
+    if s.lora.rank > MAX_RANK:
+        yield f"{named('lora.rank')}: with {serve} vLLM serves adapters of rank {MAX_RANK} at most; {merged}"
+    if any(target.endswith("lm_head") for target in s.lora.targets):
+        yield f"{named('lora.targets')}: with {serve} vLLM ignores adapters of the output head; {merged}"
+    if s.engine.nodes > 1:
+        yield f"{named('engine.nodes')}: an engine over several nodes serves merged weights only; {merged}"
+    if not s.manages_engine:
+        yield f"{serve}: the server is not this run's; drop {'--debug-mode' if s.debug_mode else named('engine.url')}, or {merged}"
+    if s.trainer.command is not None:
+        yield f"{serve}: {named('trainer.command')} publishes no adapters that this run knows; {merged}"
+    if s.rollout.in_flight:
+        yield f"{named('rollout.in_flight')}: with {serve} running requests keep the adapters that they name; {merged}"
+
+
 def _engines(s: Settings, named: AsChosen) -> Iterator[str]:
     """Engines over several nodes; frozen engines need a model, and those that other settings name must exist."""
     yield from _spanning(s, named)
+    yield from _served_adapters(s, named)
     for name, engine in s.engines.items():
         if engine.model is None:
             placed = f"engines.{name}.placement"

@@ -428,6 +428,14 @@ class LoraSettings(Section):
     alpha: Positive = 32.0
     #: Linear layers that get an adapter, for example q_proj,v_proj; empty: all except the output head.
     targets: Names = ()
+    #: What engines serve: `merged`: each version's weights with its adapters merged; `adapter`: the first model, with the adapters of each
+    #: version beside it. Then nodes merge and copy nothing, but engines sample more slowly, on a CPU five to eight times.
+    serve: Literal["merged", "adapter"] = "merged"
+
+    @property
+    def are_served(self) -> bool:
+        """Whether engines serve the adapters themselves, beside the first model."""
+        return self.rank > 0 and self.serve == "adapter"
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,7 @@ RULES = (
         "optimizer.schedule",
     ),
     Idle(
-        ("lora.alpha", "lora.targets"),
+        ("lora.alpha", "lora.targets", "lora.serve"),
         lambda s: s.lora.rank > 0,
         "there are no adapters; drop it, or give lora.rank",
         "lora.rank",

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
     Array = numpy.ndarray[Any, Any]
 
+#: by the name of each file of weights, where its numbers begin, and its tensors
+Headers = Mapping[str, tuple[int, Mapping[str, Any]]]
+
 # How the names of parameters begin in peft's files, which name them in a wrapped model.
 PREFIX = "base_model.model."
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -35,16 +38,28 @@ SIZES = {"F32": 4, "BF16": 2, "F16": 2}
 BLOCK = 8 << 20
 
 
-def digest_of(model: Path, between_reads: Callable[[], None] = lambda: None) -> str:
-    """A digest of the weights of a model folder that has no manifest. It reads them. Raises ProgramFailed, OSError."""
+def digest_of(
+    model: Path, between_reads: Callable[[], None] = lambda: None, remembered: Path | None = None
+) -> str:
+    """A digest of the weights of a model folder that has no manifest. It reads them, unless the local file `remembered` has the digest of
+    files with these names, sizes and times; otherwise that is written. Raises ProgramFailed, OSError."""
+    stats = {path.name: path.stat() for path in weight_files(model)}
+    files_now = {name: [stat.st_size, stat.st_mtime_ns, stat.st_ino] for name, stat in stats.items()}
+    if remembered is not None and remembered.is_file():
+        known = reading.json_object(remembered, ProgramFailed)
+        if known["files"] == files_now:
+            return str(known["digest"])
     digests: dict[str, str] = {}
 
     def read(name: str) -> None:
         with reading.open_stream(model / name, links=True) as stream:
             digests[name] = files.sha256_open(stream.fileno(), between_reads)
 
-    checkpoints.for_all(read, [path.name for path in weight_files(model)])
-    return of_files(digests)
+    checkpoints.for_all(read, files_now)
+    digest = of_files(digests)
+    if remembered is not None:
+        files.write_atomic(remembered, json.dumps({"files": files_now, "digest": digest}).encode())
+    return digest
 
 
 def of_files(digests: Mapping[str, str]) -> str:
@@ -58,22 +73,27 @@ def why_not_mergeable(model: Path) -> str:
     for path in weight_files(model):
         if path.suffix != ".safetensors":
             return f"{path.name} is no safetensors file"
-    main = main_precision(model)[0]
+    main = main_precision(headers_of(model))[0]
     return "" if main in SIZES else f"its weights are in {main}"
 
 
-def main_precision(model: Path) -> tuple[str, int]:
-    """The precision in which most numbers of a model's files are, and how many numbers those are. Raises ProgramFailed."""
+def headers_of(model: Path) -> Headers:
+    """Raises ProgramFailed."""
+    return {path.name: tensors_in(path) for path in weight_files(model)}
+
+
+def main_precision(headers: Headers) -> tuple[str, int]:
+    """The precision in which most numbers of a model's files are, and how many numbers those are."""
     amounts: Counter[str] = Counter()
-    for path in weight_files(model):
-        for entry in tensors_in(path)[1].values():
+    for _, entries in headers.values():
+        for entry in entries.values():
             amounts[entry["dtype"]] += prod(entry["shape"])
     return amounts.most_common(1)[0] if amounts else ("", 0)
 
 
 def merged_size(model: Path, precision: str) -> int:
     """About how many bytes the merged weights have. Raises ProgramFailed, OSError."""
-    main, numbers = main_precision(model)
+    main, numbers = main_precision(headers_of(model))
     there = sum(path.stat().st_size for path in weight_files(model))
     return there + numbers * (SIZES[FLOATS[precision]] - SIZES.get(main, 0))
 
@@ -118,16 +138,16 @@ def merge(
     `precision`: of the result, as a configuration names it. Raises ProgramFailed, OSError, and what `between_blocks` raises.
     """
     wanted, digests, merged = FLOATS[precision], dict[str, str](), set[str]()
-    main, _ = main_precision(model)
+    headers = headers_of(model)
+    main, _ = main_precision(headers)
 
     def write(name: str) -> None:
-        path = model / name
-        begin, entries = tensors_in(path)
+        begin, entries = headers[name]
         merged.update(adapters.pairs.keys() & entries.keys())
-        made = _MergedFile(path, begin, entries, adapters, main, wanted, between_blocks)
+        made = _MergedFile(model / name, begin, entries, adapters, main, wanted, between_blocks)
         digests[name] = made.write(into / name)
 
-    checkpoints.for_all(write, [path.name for path in weight_files(model)])
+    checkpoints.for_all(write, headers)
     if lacking := adapters.pairs.keys() - merged:
         raise ProgramFailed(f"{model} has no weight {min(lacking)}, to which an adapter belongs")
     return of_files(digests)

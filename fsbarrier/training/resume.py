@@ -70,18 +70,20 @@ def load_start(
     processes: Processes, settings: Settings, copy: NodeCopy | None, spec: UpdateSpec
 ) -> Beginning:
     """Load the policy to train with its trainer state, and compare the first model with the one to which its adapters belong."""
-    base = first_model_as_base(processes, settings, spec) if settings.lora.rank else None
+    base = first_model_as_base(processes, copy, spec) if settings.lora.rank else None
     start = _load_start(processes, settings, copy, spec)
     adapters = start.trainer.adapters
     renamed = None if adapters is None else adapters.renamed(start.trainer.model.causal)
     return start if base is None or renamed is None else replace(start, base=replace(base, renamed=renamed))
 
 
-def first_model_as_base(processes: Processes, settings: Settings, spec: UpdateSpec) -> Base | None:
-    """The run's first model, by the digest of its weights, which one process of each node reads; None if adapters cannot be merged into its
-    files. Every process must call this. Raises ProgramFailed if nodes see different weights, or others than the adapters belong to."""
-    model = spec.first_model
-    here = merge_adapters.digest_of(model) if processes.speaks_for_its_node else ""
+def first_model_as_base(processes: Processes, copy: NodeCopy | None, spec: UpdateSpec) -> Base | None:
+    """The run's first model, by the digest of its weights, which one process of each node reads, once where the node has a place for
+    copies; None if adapters cannot be merged into its files. Every process must call this. Raises ProgramFailed if nodes see different
+    weights, or others than the adapters belong to."""
+    model, here = spec.first_model, ""
+    if processes.speaks_for_its_node:
+        here = merge_adapters.digest_of(model) if copy is None else copy.place.digest_of_first(model)
     seen = {digest for digest in gather_json(here) if digest}
     if len(seen) > 1:
         raise ProgramFailed(

@@ -3,6 +3,7 @@ a version that is not whole.
 
     FOLDER/policy-000006.g0004.unchecked/model/   what the node's processes of the update write: the files of weights
     FOLDER/policy-000006.g0004/model/             the same with the small files beside, compared with the committed version's manifest
+    FOLDER/first_model.json                       with adapters: the digest of the run's first model, which is read once
 
 The folder exists as long as the node's daemon, which makes it. Engines never read a copy whose name ends in `.unchecked`.
 """
@@ -22,6 +23,7 @@ from fsbarrier.rundir.hashed_file import copy_hashed
 from fsbarrier.rundir.names import POLICY_FOLDER
 from fsbarrier.store import files
 from fsbarrier.training.materialise import materialise, size_of
+from fsbarrier.training.merge_adapters import digest_of
 
 GB = 1e9
 
@@ -42,6 +44,10 @@ class WeightsCopy:
         """The folder for this node's part of the trainer's state (local_state.py)."""
         return self.folder / f"{version}.state"
 
+    def digest_of_first(self, model: Path, between_reads: Callable[[], None] = lambda: None) -> str:
+        """The digest of the run's first model. Raises ProgramFailed, OSError, and what `between_reads` raises."""
+        return digest_of(model, between_reads, self.folder / "first_model.json")
+
     def nearest(self, model: Path) -> Path:
         """The checked copy of the shared folder `model`; that folder if this node has none."""
         here = self.checked(model.parent.name)
@@ -57,7 +63,7 @@ class WeightsCopy:
         whose copy stays for now, if there is room for both."""
         kept = self.held(keep).parent if keep else None
         for old in self.folder.iterdir():
-            if old != kept and old.suffix != ".state":
+            if old != kept and old.is_dir() and old.suffix != ".state":
                 files.discard(old)
         if kept is not None and free_bytes(self.folder) < size:
             files.discard(kept)

@@ -231,9 +231,10 @@ class Update:
         return self.spec.identity.iteration == self.settings.iterations
 
     def publishes_adapters(self, start: Beginning) -> bool:
-        """Whether the version consists of its adapters alone, since each node has a place where it merges them. Every process must call
-        this."""
-        everywhere = all(gather_json(self.spec.weights_dir is not None))
+        """Whether the version consists of its adapters alone, since each node has a place where it merges them, or serves them as they are.
+        Every process must call this."""
+        can_use_it = self.settings.lora.are_served or self.spec.weights_dir is not None
+        everywhere = all(gather_json(can_use_it))
         return everywhere and start.base is not None and not self.ends_a_session
 
     def anchor(self) -> Against | None:
@@ -282,7 +283,8 @@ class Update:
             policy_version=self.spec.new_policy_version,
             state_in="" if with_state else start.state_in,
             trained_since=() if with_state else (*start.trained_since, self.spec.batch.name),
-            copy=self.copy,
+            # Engines that serve adapters need no copy of merged weights.
+            copy=None if self.settings.lora.are_served else self.copy,
             known=known,
             base=start.base,
             whole=not alone,

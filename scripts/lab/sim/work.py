@@ -12,6 +12,7 @@ from typing import TypeVar, cast
 
 from fsbarrier.context import Context, PartOnDisk, Span
 from fsbarrier.coordination.observer import Observer
+from fsbarrier.engine.command import Adapter
 from fsbarrier.engine.engine import EngineInfo
 from fsbarrier.engine.frozen import FrozenEngine, address
 from fsbarrier.engine.replicas import Replicas
@@ -103,6 +104,7 @@ class SimEngines:
         in_flight: bool = False,
         span: Span | None = None,
         known: KnownLogprobs | None = None,
+        adapter: Adapter | None = None,
     ) -> list[EngineInfo]:
         world, rank = self._host.world, self._host.process.rank
         if span is not None:
