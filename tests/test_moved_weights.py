@@ -230,7 +230,27 @@ def test_damaged_adapters_are_named_and_a_node_without_room_says_what_to_do(
     file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(ProgramFailed, match=r"adapter_model\.safetensors differs from what"):
         adapted.served(2)
-    assert not list((adapted.folder / "node").iterdir())
+    assert [path.name for path in (adapted.folder / "node").iterdir()] == ["first_model.json"]
+
+
+def test_the_first_model_is_read_once_for_its_digest_by_updates_that_load_the_policy_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, sha256_open = list[str](), files.sha256_open
+
+    def noted(fd: int, *more: Any) -> str:
+        read.append(os.readlink(f"/proc/self/fd/{fd}"))
+        return sha256_open(fd, *more)
+
+    monkeypatch.setattr(files, "sha256_open", noted)
+    run = Run(tmp_path, lora__rank=4, optimizer__lr=1e-2)
+    weights = run.first / "model.safetensors"
+    for number in (1, 2, 3):
+        run.update(number)
+    assert read.count(str(weights)) == 1
+    os.utime(weights)
+    run.update(4)
+    assert read.count(str(weights)) == 2
 
 
 def test_a_version_that_is_not_whole_is_made_whole_before_it_is_served(adapted: Run, tmp_path: Path) -> None:
@@ -356,6 +376,9 @@ def test_what_is_damaged_is_named_and_nothing_of_it_is_served(tmp_path: Path, da
     # A trainer with a right copy goes on. The next version is whole if what is damaged is needed to make a delta.
     three = run.update(3)
     assert bool(weights_there(three)) == (damaged != "the anchor")
+    # The node that has found it has ended, so that another generation makes the next one: that is whole.
+    four = run.update(4, generation=2)
+    assert weights_there(four) and run.served(4) == four / "model"
 
 
 def test_a_copy_that_is_not_what_was_published_is_never_the_start_of_a_delta(

@@ -17,6 +17,7 @@ from fsbarrier.errors import ProgramFailed
 from fsbarrier.rundir import checkpoints
 from fsbarrier.rundir.checkpoints import Base, Manifest
 from fsbarrier.rundir.hashed_file import FileDigest
+from fsbarrier.rundir.names import POLICY_FOLDER
 from fsbarrier.store import files
 from fsbarrier.training.materialise import DELTA, delta_of
 from fsbarrier.training.weight_delta import Encoded, Source, encode
@@ -33,9 +34,13 @@ class Against:
     manifest: Manifest
 
     @classmethod
-    def of(cls, before: Path, new_version: int, whole_every: int) -> Self | None:
+    def of(cls, before: Path, new_version: int, generation: int, whole_every: int) -> Self | None:
         """The anchor of the version that follows `before`; None if that is to be whole: it is the `whole_every`-th after the last whole
-        one, or there is no anchor with all of its files."""
+        one, it is the first of its generation, or there is no anchor with all of its files."""
+        made = POLICY_FOLDER.parse(before.name)
+        if made is None or made.generation != generation:
+            # A node may have ended because it found the anchor damaged. Those that are new now have no copies either.
+            return None
         with contextlib.suppress(ProgramFailed):
             base = checkpoints.read_manifest(before).base
             anchor = before if base is None else before.parent / base.folder

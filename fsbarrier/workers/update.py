@@ -240,13 +240,14 @@ class Update:
     def anchor(self) -> Against | None:
         """The version that this one may be a delta of; None if it is published whole. Weights in float32 change nearly everywhere. Every
         process must call this."""
-        spec, every = self.spec, self.settings.checkpoint.whole_every
+        spec, identity, known = self.spec, self.spec.identity, None
         moves_little = self.processes.serving_dtype is not torch.float32 and not self.settings.lora.rank
         # After a failed attempt the anchor may be what is damaged.
-        before = spec.trainer_state.parent if spec.trainer_state is not None else None
-        known = None
-        if moves_little and self.copy is not None and not self.ends_a_session and not spec.identity.attempt:
-            known = None if before is None else Against.of(before, spec.new_policy_version, every)
+        may_be_delta = moves_little and not self.ends_a_session and not identity.attempt
+        if may_be_delta and self.copy is not None and spec.trainer_state is not None:
+            every = self.settings.checkpoint.whole_every
+            before = spec.trainer_state.parent
+            known = Against.of(before, spec.new_policy_version, identity.generation, every)
         return known if all(gather_json(known is not None)) else None
 
     def state_goes_to(self, start: Beginning, against: Against | None, *, kept: bool) -> str | LocalState:

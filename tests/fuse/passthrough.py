@@ -73,6 +73,10 @@ class Client:
     forced_mode: int = 0
     #: while this file exists, every request fails with EIO
     dead_while: Path | None = None
+    #: how many bytes of files may be read or written in a second; 0: as many as possible
+    rate: float = 0.0
+    #: the bytes that were read and written
+    moved: list[int] = field(default_factory=lambda: [0, 0])
     faults: dict[str, Fault] = field(default_factory=dict)
     generator: random.Random = field(default_factory=lambda: random.Random(0))
     inodes: dict[int, Inode] = field(default_factory=dict)
@@ -248,11 +252,20 @@ class Client:
 
     def do_read(self, node: int, body: bytes) -> bytes:
         fd, offset, size = struct.unpack_from("<2QI", body)
-        return b"" if self._is_late(fd) else os.pread(fd, size, offset)
+        data = b"" if self._is_late(fd) else os.pread(fd, size, offset)
+        self._move(0, len(data))
+        return data
 
     def do_write(self, node: int, body: bytes) -> bytes:
         fd, offset, size = struct.unpack_from("<2QI", body)
+        self._move(1, size)
         return struct.pack("<2I", os.pwrite(fd, body[40 : 40 + size], offset), 0)
+
+    def _move(self, way: int, size: int) -> None:
+        """Note what is moved, and take as long for it as a slow network. Requests are answered one after the other."""
+        self.moved[way] += size
+        if self.rate:
+            time.sleep(size / self.rate)
 
     def do_fsync(self, node: int, body: bytes) -> bytes:
         os.fsync(struct.unpack_from("<Q", body)[0])
@@ -447,6 +460,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--forced-mode", default="0", help="everything shows this mode (octal), and a chmod does nothing"
     )
+    parser.add_argument(
+        "--mb-per-s",
+        type=float,
+        default=0.0,
+        help="how fast files are read and written; 0: as fast as possible",
+    )
+    parser.add_argument("--count", type=Path, help="at the end, the bytes read and written are in this file")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(argv)
 
@@ -471,6 +491,7 @@ def main(argv: list[str]) -> None:
         path_inodes=args.path_inodes,
         forced_mode=int(args.forced_mode, 8),
         dead_while=args.dead_while,
+        rate=args.mb_per_s * 1e6,
         faults=faults,
         generator=random.Random(args.seed),
     )
@@ -478,6 +499,8 @@ def main(argv: list[str]) -> None:
     threading.Thread(target=unmount_when_alone, args=(args.mountpoint,), daemon=True).start()
     print("mounted", flush=True)
     serve(device, client)
+    if args.count is not None:
+        args.count.write_text(" ".join(map(str, client.moved)))
 
 
 if __name__ == "__main__":

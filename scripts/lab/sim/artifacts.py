@@ -73,6 +73,8 @@ class Artifacts:
         self.writers: dict[str, int] = {}
         # what is in a file of weights -> the identity of that policy
         self.policies: dict[str, str] = {}
+        # a damaged file of weights -> its content
+        self.damaged: dict[Path, bytes] = {}
         # public name -> the stamp in it
         self.public: dict[str, str] = {}
         self.served = ""
@@ -126,8 +128,20 @@ class Artifacts:
         self.policies[content] = checkpoints.identity(folder.name, digest)
 
     def policy_in(self, model: Path) -> str:
-        """The identity of the policy that an engine gets from this folder."""
-        return self.policies[(model / WEIGHTS).read_text()]
+        """The identity of the policy that an engine gets from this folder; of damaged weights there is no merged file (I17)."""
+        return self.policies.get((model / WEIGHTS).read_bytes().decode("latin-1"), "damaged weights")
+
+    def weights_on_disk(self) -> list[Path]:
+        """The weights of all complete versions: those of whole ones, of which some are anchors, and deltas."""
+        there = sorted(self.paths.checkpoints.glob(f"*/*/{WEIGHTS}*"))
+        return [path for path in there if (path.parents[1] / checkpoints.MANIFEST).exists()]
+
+    def restore(self) -> None:
+        """Restore what was damaged and has not been removed since."""
+        for path, data in self.damaged.items():
+            if path.exists():
+                path.write_bytes(data)
+        self.damaged.clear()
 
     def served_now(self) -> str:
         """The folder of the policy that model.pt points at; "": none."""

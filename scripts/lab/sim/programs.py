@@ -309,7 +309,8 @@ class SimProgram:
         if argv["--node-rank"] == "0":
             if out.exists():
                 raise AssertionError(f"two writers of {out}")
-            against = Against.of(before, spec.new_policy_version, WHOLE_EVERY) if before and copies else None
+            version, generation = spec.new_policy_version, spec.identity.generation
+            against = Against.of(before, version, generation, WHOLE_EVERY) if before and copies else None
             host.artifacts.make_policy(out, spec.new_policy_version, meeting.weights, against, copies)
         if copies is not None and before is not None:
             copies.discard(before.name)

@@ -41,7 +41,7 @@ KINDS = {
     "twin": "a node is started a second time elsewhere while the first one lives",
     "program": "a phase's program fails",
     "stop": "an operator asks the run to end, at the next safe point or at once",
-    "unreadable": "records are damaged, or of a foreign format, or one host can read no generation's, until that is mended",
+    "unreadable": "records or weights are damaged, or of a foreign format, or one host can read no generation's, until that is mended",
     "version": "a node is started again with other code than the others'",
     "junk": "files that are not ours, and torn ones, lie in every directory of the protocol",
 }

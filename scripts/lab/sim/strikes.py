@@ -9,7 +9,7 @@ from typing import cast
 from fsbarrier.program import PHASE_NAMES
 from fsbarrier.protocol.codec import encode
 from fsbarrier.protocol.facts import Generation, Join, Member, StopRequest
-from sim.damage import DAMAGES, WRONG_SETTINGS
+from sim.damage import DAMAGES, WRONG_SETTINGS, flip_a_bit
 from sim.disk import SimPath
 from sim.process import Process
 from sim.schedule import Mishap, Start
@@ -88,7 +88,8 @@ class StruckWorld(World):
         elif kind == "busy":
             keep_busy(self, None if whole else rank, seconds)
         elif kind == "unreadable" and whole:
-            spoil_a_record(self)
+            if not (self.rng.random() < 0.3 and damage_weights(self)):
+                spoil_a_record(self)
             for process in self.of(rank):
                 self._restart_sometimes(process)
         else:
@@ -212,6 +213,19 @@ def spoil_a_record(world: World, name: str = "") -> None:
     damage = next(iter(damages)) if name else rng.choice([*damages])
     world.disk.spoilt[write.path] = damages[damage](encode(write.record), rng)
     world.say(damage.format(write.path))
+
+
+def damage_weights(world: World) -> bool:
+    """Flip a bit in the weights of a version: of a whole one, perhaps the anchor of others, or in a delta. False if there is none."""
+    there = world.artifacts.weights_on_disk()
+    if not there:
+        return False
+    path = world.rng.choice(there)
+    data = path.read_bytes()
+    world.artifacts.damaged.setdefault(path, data)
+    path.write_bytes(flip_a_bit(data, world.rng))
+    world.say(f"a bit flips in {path.relative_to(world.artifacts.root)}")
+    return True
 
 
 #: a full disk, no quota left, or folders that became read-only: of the rows, or of all

@@ -212,9 +212,11 @@ class World(Schedule):
 
     def mend(self) -> None:
         """Restore damaged records, and make everything readable again."""
-        if self.disk.spoilt or any(client.cannot_read for client in self.clients.values()):
+        unreadable = any(client.cannot_read for client in self.clients.values())
+        if self.disk.spoilt or self.artifacts.damaged or unreadable:
             self.say("what could not be read is mended")
         self.disk.spoilt.clear()
+        self.artifacts.restore()
         for client in self.clients.values():
             client.cannot_read = ""
 
