@@ -224,6 +224,7 @@ def damage_weights(world: World) -> bool:
     data = path.read_bytes()
     world.artifacts.damaged.setdefault(path, data)
     path.write_bytes(flip_a_bit(data, world.rng))
+    world.history.reached.add(f"damaged {path.parent.name}")
     world.say(f"a bit flips in {path.relative_to(world.artifacts.root)}")
     return True
 
