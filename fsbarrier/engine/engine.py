@@ -22,6 +22,8 @@ If a server fails or differs at its start, it is stopped, and ProgramFailed carr
 frozen engine also by its gateway after a death. They hold the lock until they return. Their `cancel` aborts one call; `stop`, which any
 thread may call, aborts the current call before it takes the lock. `state`, `ended` and `how_it_ended` take no lock, since the daemon's
 loop reads them and must not wait for a start.
+
+The file is longer than others, because every method changes the one state above.
 """
 
 from __future__ import annotations

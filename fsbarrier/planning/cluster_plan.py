@@ -14,10 +14,16 @@ from fsbarrier.engine.server import ASLEEP_BYTES
 from fsbarrier.errors import UsageError
 from fsbarrier.planning.memory import EXACT, Sharding, UpdateLoad, choose_sharding, shards_of
 from fsbarrier.planning.model_shape import ModelShape
-from fsbarrier.planning.publication import Publication, publication, publishes_adapters
+from fsbarrier.planning.publication import (
+    Publication,
+    publication,
+    publication_lines,
+    publishes_adapters,
+    size_text,
+)
 from fsbarrier.settings.placement import Ranges
 from fsbarrier.settings.sections import ServerSettings, Settings, TrainerSettings
-from fsbarrier.store.reading import GIB, MIB
+from fsbarrier.store.reading import GIB
 from fsbarrier.wording import counted, gib
 
 # Memory of an engine other than weights and cache: activations of one step, graphs, context.
@@ -330,7 +336,9 @@ def lines(plan: ClusterPlan) -> list[str]:
         )
     machines = f"{size} on {counted(cluster.nodes, 'node')}"
     if cluster.accelerators:
-        machines += f" of {counted(cluster.accelerators, 'accelerator')} with {_size(cluster.memory_bytes)}"
+        machines += (
+            f" of {counted(cluster.accelerators, 'accelerator')} with {size_text(cluster.memory_bytes)}"
+        )
     each = "each accelerator" if cluster.accelerators else "each process"
     text = [machines]
     for what, engine in {"rollouts": plan.rollout, **plan.engines}.items():
@@ -351,38 +359,18 @@ def lines(plan: ClusterPlan) -> list[str]:
         sharded = f"shard={plan.shard}: {counted(plan.copies, 'copy', 'copies')}, each over {plan.world // plan.copies}"
     if load.zero_stage is not None:
         sharded = f"DeepSpeed ZeRO-{load.zero_stage}: {sharded.partition(': ')[2]}"
-    critic = f"critic {_size(checkpoint.critic)}, " if checkpoint.critic else ""
+    critic = f"critic {size_text(checkpoint.critic)}, " if checkpoint.critic else ""
     text += [
         f"update        {counted(plan.world, 'process', 'processes')}, {sharded}; {counted(plan.optimizer_steps, 'step')}, in "
         f"micro-batches of {load.tokens:,} tokens",
-        f"  {each}: {_parts(parts)}; {_size(sum(parts.values()))} of {_size(max(0, plan.available))}",
-        f"checkpoint    model {_size(checkpoint.model)}, {critic}trainer state {_size(checkpoint.trainer_state)}; "
-        f"{_size(checkpoint.kept)} on disk with those that are kept",
+        f"  {each}: {_parts(parts)}; {size_text(sum(parts.values()))} of {size_text(max(0, plan.available))}",
+        f"checkpoint    model {size_text(checkpoint.model)}, {critic}trainer state {size_text(checkpoint.trainer_state)}; "
+        f"{size_text(checkpoint.kept)} on disk with those that are kept",
     ]
     text += publication_lines(plan.publication)
     if plan.host:
-        text.append(f"host memory   of each node {_size(plan.host)} for what is offloaded")
+        text.append(f"host memory   of each node {size_text(plan.host)} for what is offloaded")
     return text
-
-
-def publication_lines(moved: Publication) -> list[str]:
-    """What is moved and what a lost node costs, for people."""
-    kinds = {
-        "adapters": "adapters alone",
-        "delta": f"a delta of about {_size(moved.usual)} between whole versions, if nodes have copies of weights",
-        "whole": "each version whole",
-    }
-    lost = (
-        "a lost node costs no finished update"
-        if not moved.repeated
-        else f"a lost node costs at most {counted(moved.repeated, 'update')}, trained again from stored batches (none with "
-        "checkpoint.trainer_every=1)"
-    )
-    return [
-        f"publication   {kinds[moved.kind]}; {_size(moved.mean)} an update on average, with the trainer state; a node that only samples "
-        f"reads {_size(moved.read)}, one that joins {_size(moved.joins)}",
-        f"  {lost}",
-    ]
 
 
 def as_json(plan: ClusterPlan) -> dict[str, object]:
@@ -391,14 +379,10 @@ def as_json(plan: ClusterPlan) -> dict[str, object]:
 
 
 def _parts(parts: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {_size(amount)}" for name, amount in parts.items() if amount)
+    return ", ".join(f"{name} {size_text(amount)}" for name, amount in parts.items() if amount)
 
 
 def _number(parameters: int) -> str:
     if parameters >= 10**8:
         return f"{parameters / 1e9:.2f} billion"
     return f"{parameters / 1e6:.2f} million"
-
-
-def _size(amount: int) -> str:
-    return gib(amount) if amount >= GIB // 10 else f"{amount / MIB:.1f} MiB"

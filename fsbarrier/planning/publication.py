@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 
 from fsbarrier.settings.sections import Settings
+from fsbarrier.store.reading import GIB, MIB
+from fsbarrier.wording import counted, gib
 
 # The bytes of a delta beside those of the weights, at a learning rate of 1e-6 and some steps an update. The share grows about as the root
 # of the learning rate (measured: a fifth at 2e-5), and a version with more than half of the bytes is published whole.
@@ -74,3 +76,28 @@ def publication(
     read = (model + (every - 1) * 2 * delta) // every
     mean = weights + state // state_every
     return Publication("delta", model, delta, mean, read, model + delta, state, state_every - 1)
+
+
+def publication_lines(moved: Publication) -> list[str]:
+    """What is moved and what a lost node costs, for people."""
+    kinds = {
+        "adapters": "adapters alone",
+        "delta": f"a delta of about {size_text(moved.usual)} between whole versions, if nodes have copies of weights",
+        "whole": "each version whole",
+    }
+    lost = (
+        "a lost node costs no finished update"
+        if not moved.repeated
+        else f"a lost node costs at most {counted(moved.repeated, 'update')}, trained again from stored batches (none with "
+        "checkpoint.trainer_every=1)"
+    )
+    return [
+        f"publication   {kinds[moved.kind]}; {size_text(moved.mean)} an update on average, with the trainer state; a node that only "
+        f"samples reads {size_text(moved.read)}, one that joins {size_text(moved.joins)}",
+        f"  {lost}",
+    ]
+
+
+def size_text(amount: int) -> str:
+    """An amount of memory or storage for people."""
+    return gib(amount) if amount >= GIB // 10 else f"{amount / MIB:.1f} MiB"

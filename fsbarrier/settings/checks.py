@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsbarrier.errors import UsageError
 from fsbarrier.protocol.assign import split_by_weight
+from fsbarrier.settings.engine_checks import served_adapters, spanning
 from fsbarrier.settings.losses import LOSSES
 from fsbarrier.settings.placement import ROLES, Ranges
 from fsbarrier.settings.secrecy import check_credentials
@@ -22,8 +23,6 @@ from fsbarrier.wording import counted, setting_text
 if TYPE_CHECKING:
     from fsbarrier.settings.sections import Settings
 
-#: the largest rank of adapters that vLLM serves beside a model
-MAX_RANK = 512
 #: a stage that other frameworks place, and that fsbarrier does not have
 INFERENCE = "inference"
 
@@ -129,29 +128,10 @@ def _idle(s: Settings, ranges: Sequence[Ranges]) -> str:
     return f"{what}{'s' * (len(idle) > 1)} {', '.join(idle[:8])}{', ...' * (len(idle) > 8)}" if idle else ""
 
 
-def _served_adapters(s: Settings, named: AsChosen) -> Iterator[str]:
-    """What vLLM cannot serve beside a model, or this project does not."""
-    if not s.lora.are_served:
-        return
-    serve, merged = named("lora.serve"), "use lora.serve=merged"
-    if s.lora.rank > MAX_RANK:
-        yield f"{named('lora.rank')}: with {serve} vLLM serves adapters of rank {MAX_RANK} at most; {merged}"
-    if any(target.endswith("lm_head") for target in s.lora.targets):
-        yield f"{named('lora.targets')}: with {serve} vLLM ignores adapters of the output head; {merged}"
-    if s.engine.nodes > 1:
-        yield f"{named('engine.nodes')}: an engine over several nodes serves merged weights only; {merged}"
-    if not s.manages_engine:
-        yield f"{serve}: the server is not this run's; drop {'--debug-mode' if s.debug_mode else named('engine.url')}, or {merged}"
-    if s.trainer.command is not None:
-        yield f"{serve}: {named('trainer.command')} publishes no adapters that this run knows; {merged}"
-    if s.rollout.in_flight:
-        yield f"{named('rollout.in_flight')}: with {serve} running requests keep the adapters that they name; {merged}"
-
-
 def _engines(s: Settings, named: AsChosen) -> Iterator[str]:
     """Engines over several nodes; frozen engines need a model, and those that other settings name must exist."""
-    yield from _spanning(s, named)
-    yield from _served_adapters(s, named)
+    yield from spanning(s, named)
+    yield from served_adapters(s, named)
     for name, engine in s.engines.items():
         if engine.model is None:
             placed = f"engines.{name}.placement"
@@ -175,26 +155,6 @@ def _engines(s: Settings, named: AsChosen) -> Iterator[str]:
         yield f"{named('judge.model')}: contradicts {named('judge.url')}; drop one of the two"
     if s.judge.images != "none" and "judge" not in reward_kinds(s.reward.kind):
         yield f"{named('judge.images')}: is for reward.kind=judge, and this run has {named('reward.kind')}"
-
-
-def _spanning(s: Settings, named: AsChosen) -> Iterator[str]:
-    """An engine over several nodes."""
-    size, engine = named("engine.nodes"), s.engine
-    if engine.nodes == 1:
-        return
-    if not s.manages_engine:
-        yield f"{size}: the server is not this run's; drop {'--debug-mode' if s.debug_mode else named('engine.url')}"
-    if engine.nodes > s.num_nodes:
-        yield f"{size}: the run has only {counted(s.num_nodes, 'node')} ({named('num_nodes')})"
-    placed = Ranges.parse(s.placement.rollout)
-    if placed.nodes and sum(rank in placed for rank in range(s.num_nodes)) < engine.nodes:
-        yield f"{size}: {named('placement.rollout')} has fewer nodes"
-    if engine.tensor_parallel_size % engine.nodes:
-        yield f"{named('engine.tensor_parallel_size')}: must be a multiple of {size}, which all have equally many of the accelerators"
-    if engine.replicas > 1:
-        yield f"{named('engine.replicas')}: an engine over several nodes is the only one on each; drop it"
-    if s.checkpoint.weights_dir not in ("auto", "none"):
-        yield f"{named('checkpoint.weights_dir')}: {size} has all of an engine's nodes read the run directory; drop it"
 
 
 def _trainer(s: Settings, named: AsChosen) -> Iterator[str]:
