@@ -14,7 +14,7 @@ from fsbarrier.engine.model import ModelFolder, sees, within_positions
 from fsbarrier.engine.span import Meeting
 from fsbarrier.network.this_host import VARIABLES, interface_of
 from fsbarrier.processes.supervisor import with_this_package
-from fsbarrier.settings.checks import MAX_RANK
+from fsbarrier.settings.engine_checks import MAX_RANK
 from fsbarrier.settings.sections import ServerSettings
 from fsbarrier.store.reading import MIB
 

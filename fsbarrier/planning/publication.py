@@ -43,7 +43,7 @@ def nodes_have_copies(settings: Settings) -> bool:
 
 def publishes_adapters(settings: Settings) -> bool:
     """Whether versions are adapters alone, until a session's last."""
-    usable = nodes_have_copies(settings) or settings.lora.are_served
+    usable = nodes_have_copies(settings) or settings.lora.serve == "adapter"
     return settings.lora.rank > 0 and usable and settings.trainer.command is None
 
 

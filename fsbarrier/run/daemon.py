@@ -367,7 +367,7 @@ def make_engines(
         devices=devices,
         secrets_named=(settings.judge.api_key_env,),
         parsers=Parsers.of(settings.rollout),
-        adapter_rank=settings.lora.rank if settings.lora.are_served else 0,
+        adapter_rank=settings.lora.rank if settings.lora.serve == "adapter" else 0,
     )
 
 

@@ -45,7 +45,7 @@ def load_weights(
     `show` is told how many replicas are ready. `in_flight`: requests go on with the new weights. Raises ProgramFailed, Cancelled.
     """
     adapter: Adapter | None = None
-    if settings.lora.are_served:
+    if settings.lora.serve == "adapter":
         folder, adapter, lines = checked_adapter(weights, job, workplace)
     else:
         folder, lines = checked_weights(weights.folder, job, workplace, weights.policy, weights.first_model)

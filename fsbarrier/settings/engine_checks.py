@@ -18,7 +18,7 @@ MAX_RANK = 512
 
 def served_adapters(s: Settings, named: AsChosen) -> Iterator[str]:
     """What vLLM cannot serve beside a model, or this project does not."""
-    if not s.lora.are_served:
+    if s.lora.serve != "adapter":
         return
     serve, merged = named("lora.serve"), "use lora.serve=merged"
     if s.lora.rank > MAX_RANK:

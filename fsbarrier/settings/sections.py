@@ -432,11 +432,6 @@ class LoraSettings(Section):
     #: version beside it. Then nodes merge and copy nothing, but engines sample more slowly, on a CPU five to eight times.
     serve: Literal["merged", "adapter"] = "merged"
 
-    @property
-    def are_served(self) -> bool:
-        """Whether engines serve the adapters themselves, beside the first model."""
-        return self.rank > 0 and self.serve == "adapter"
-
 
 @dataclass(frozen=True, slots=True)
 class UpdateSettings(Section):

@@ -233,7 +233,7 @@ class Update:
     def publishes_adapters(self, start: Beginning) -> bool:
         """Whether the version consists of its adapters alone, since each node has a place where it merges them, or serves them as they are.
         Every process must call this."""
-        can_use_it = self.settings.lora.are_served or self.spec.weights_dir is not None
+        can_use_it = self.settings.lora.serve == "adapter" or self.spec.weights_dir is not None
         everywhere = all(gather_json(can_use_it))
         return everywhere and start.base is not None and not self.ends_a_session
 
@@ -285,7 +285,7 @@ class Update:
             state_in="" if with_state else start.state_in,
             trained_since=() if with_state else (*start.trained_since, self.spec.batch.name),
             # Engines that serve adapters need no copy of merged weights.
-            copy=None if self.settings.lora.are_served else self.copy,
+            copy=None if self.settings.lora.serve == "adapter" else self.copy,
             known=known,
             base=start.base,
             whole=not alone,

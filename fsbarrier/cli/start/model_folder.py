@@ -198,7 +198,7 @@ def check_trainable(folder: Path, settings: Settings) -> None:
     _check_kind(folder, config)
     if settings.algorithm.has_critic:
         _check_critic(Path(settings.critic.model or folder))
-    if sees(config) and settings.lora.are_served:
+    if sees(config) and settings.lora.serve == "adapter":
         raise UsageError(
             f"lora.serve=adapter: {folder} is a {config.get('model_type')} model, which takes images; engines serve it with merged "
             "adapters; use lora.serve=merged"
