@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from waiting import until
 from fsbarrier.data.group_stats import GroupStats, metrics
 from fsbarrier.data.images import sources
 from fsbarrier.data.tasks import Task, read_tasks
+from fsbarrier.engine.answer_format import BY_NAME, USUAL
 from fsbarrier.engine.model import parser_of, recognised
 from fsbarrier.errors import UsageError
 from fsbarrier.processes.processes import Stat, below
@@ -50,8 +52,8 @@ def talk(fake: Fake, conversation: Any, **options: Any) -> Recorder:
     """Run `conversation(client)`; gives the client with what it recorded."""
 
     async def go() -> Recorder:
-        limit = options.pop("limit", None)
-        server = SamplingServer(fake.url, KEY, "policy", 30.0, 2, max_thinking_tokens=limit)
+        own = {"max_thinking_tokens": options.pop("limit", None), "thoughts": options.pop("thoughts", USUAL)}
+        server = SamplingServer(fake.url, KEY, "policy", 30.0, 2, **own)
         sampling = Sampling(1, 1.0, 1.0, -1, options.pop("max_tokens", 100))
         async with EnginePool([server], connections=4, on_tokens=lambda _: None, patience_s=1.0) as pool:
             if options.pop("look", False):
@@ -91,6 +93,21 @@ def test_a_later_turn_extends_the_earlier_ones_to_the_token(fake: Fake) -> None:
     prompts = [request["prompt"] for request in fake.requests()]
     for earlier, answer, later in zip(prompts, said, prompts[1:], strict=False):
         assert later[0][: len(earlier[0]) + len(answer)] == [*earlier[0], *answer]
+
+
+def test_the_end_that_a_history_has_does_not_follow_the_one_that_was_sampled(fake: Fake) -> None:
+    # As in gpt-oss' format, in which the template writes <|end|> where <|return|> was sampled.
+    marks = replace(USUAL, ends=("\x01", "\n"))
+
+    async def two_turns(client: Recorder) -> None:
+        first = await client.chat([user("!say no!!")])
+        await client.chat([user("!say no!!"), first.message, user("!say so!!")])
+
+    for thoughts, between in ((USUAL, "\n"), (marks, "")):
+        (segment,) = talk(fake, two_turns, thoughts=thoughts).segments
+        text = "".join(map(chr, segment.token_ids))
+        assert text == f"u:!say no!!\na:no\x01{between}u:!say so!!\na:so\x01"
+    assert BY_NAME["openai_gptoss"].ends == ("<|return|>", "<|end|>")
 
 
 def test_tool_calls_are_read_and_their_results_follow(fake: Fake) -> None:
@@ -308,7 +325,8 @@ def test_a_streamed_answer_comes_in_one_piece(fake: Fake) -> None:
 
     async def streamed(client: Recorder) -> None:
         key = {"Authorization": f"Bearer {client.api_key}"}
-        turn = {"messages": [user(f"!say {CALL}!!")], "tools": TOOLS, "stream": True}
+        other = CALL.replace("2", "7").replace("add", "sub")
+        turn = {"messages": [user(f"!say {CALL}{other}!!")], "tools": TOOLS, "stream": True}
         async with httpx.AsyncClient(base_url=client.base_url, headers=key, trust_env=False) as http:
             for path, body in (
                 ("/chat/completions", {**turn, "stream_options": {"include_usage": True}}),
@@ -324,10 +342,12 @@ def test_a_streamed_answer_comes_in_one_piece(fake: Fake) -> None:
     (said, end, usage), (text, text_end) = events
     delta = said["choices"][0]["delta"]
     assert (delta["role"], delta["content"], said["object"]) == ("assistant", "", "chat.completion.chunk")
-    (call,) = delta["tool_calls"]
-    assert call["index"] == 0 and call["function"] == {"name": "add", "arguments": '{"a": 2, "b": 3}'}
+    assert [(call["index"], call["id"], call["function"]) for call in delta["tool_calls"]] == [
+        (0, "call_1", {"name": "add", "arguments": '{"a": 2, "b": 3}'}),
+        (1, "call_2", {"name": "sub", "arguments": '{"a": 7, "b": 3}'}),
+    ]
     assert [one["choices"][0]["finish_reason"] for one in (said, end)] == [None, "tool_calls"]
-    assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == 70
+    assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == 139
     assert (text["choices"][0]["text"], text["object"]) == ("ab", "text_completion")
     assert [one["choices"][0]["finish_reason"] for one in (text, text_end)] == [None, "stop"]
 

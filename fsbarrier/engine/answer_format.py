@@ -26,7 +26,8 @@ class ThoughtFormat:
     """`closed_with`: the text that closes a thought on the model's behalf. `around`: what the family writes around the answer that follows.
 
     `hidden`: the marks are special tokens, which vLLM leaves out of an answer's text unless asked. `calls_in_all`: the parser of tool calls
-    needs the whole answer, with its thoughts. `also`: a template of this format has this mark too.
+    needs the whole answer, with its thoughts. `also`: a template of this format has this mark too. `ends`: the token that ends a sampled
+    answer, and the one that the template writes in its place in a history; None: they are the same.
     """
 
     name: str
@@ -37,6 +38,7 @@ class ThoughtFormat:
     hidden: bool = False
     calls_in_all: bool = False
     also: str = ""
+    ends: tuple[str, str] | None = None
 
 
 def _thinking(name: str, around: str | None = None, also: str = "") -> ThoughtFormat:
@@ -56,6 +58,7 @@ _FORMATS = (
         around=re.compile(_HARMONY_ANSWER, re.DOTALL),
         hidden=True,
         calls_in_all=True,
+        ends=("<|return|>", "<|end|>"),
     ),
     ThoughtFormat("gemma4", "<|channel>thought", "<channel|>", "\n<channel|>", hidden=True),
     ThoughtFormat("mistral", "[THINK]", "[/THINK]", "[/THINK]", hidden=True),

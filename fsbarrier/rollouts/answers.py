@@ -27,15 +27,24 @@ class Thoughts:
 @dataclass(frozen=True, slots=True)
 class ThoughtMarks:
     """The tokens of the marks around a thought. `opening`: alone, and at the end of a line. `closed_with`: the tokens that close a thought
-    on the policy's behalf."""
+    on the policy's behalf. `ends`: see ThoughtFormat; empty if a history has the same end."""
 
     opening: Sequence[list[int]]
     closing: list[int]
     closed_with: list[int]
+    ends: Sequence[list[int]] = ()
 
     def opened_by(self, prompt_ids: Sequence[int]) -> bool:
         """Whether a prompt ends with the mark that opens a thought, which some templates add."""
         return any(mark and list(prompt_ids[-len(mark) :]) == mark for mark in self.opening)
+
+    def said_of(self, suffix: Sequence[int], token_ids: Sequence[int]) -> int:
+        """With how many of its tokens `suffix`, which a template writes after an answer, repeats the end of the sampled `token_ids`."""
+        if self.ends:
+            sampled, written = self.ends
+            if sampled == [*token_ids[-len(sampled) :]] and written == [*suffix[: len(written)]]:
+                return len(written)
+        return next((n for n in range(len(suffix), 0, -1) if [*token_ids[-n:]] == [*suffix[:n]]), 0)
 
     def after(self, token_ids: Sequence[int]) -> list[int]:
         """The tokens after the first thought; all tokens if the end of the thought is not found."""

@@ -49,8 +49,7 @@ class TemplateTurns:
         async for own, suffix in self._candidates(messages, answer, tokens[-1]):
             if await self._shows(messages, answer, {"content": "A", **own}, suffix):
                 # The template may end an answer with tokens that the model has already sampled.
-                said = next((n for n in range(len(suffix), 0, -1) if list(tokens[-n:]) == suffix[:n]), 0)
-                return suffix[said:]
+                return suffix[(await self._sampler.thinking()).marks.said_of(suffix, tokens) :]
         return None
 
     async def _candidates(

@@ -60,11 +60,11 @@ async def asked_for(server: SamplingServer, tokens: Callable[..., Awaitable[list
     """How the server's model marks its thoughts, as token ids. `tokens`: asks the server for the tokens of a text."""
     marks = server.thoughts or USUAL
     # Try the opening with a line break too, because a tokenizer may join the mark and the line break in one token.
-    texts = (marks.opening, f"{marks.opening}\n", marks.closing, marks.closed_with)
-    first, line, closing, closed_with = await asyncio.gather(
+    texts = (marks.opening, f"{marks.opening}\n", marks.closing, marks.closed_with, *(marks.ends or ()))
+    first, line, closing, closed_with, *ends = await asyncio.gather(
         *(tokens(prompt=text, add_special_tokens=False) for text in texts)
     )
-    made = ThoughtMarks((first, line), closing, closed_with)
+    made = ThoughtMarks((first, line), closing, closed_with, ends)
     return Thinking(marks, made, server.max_thinking_tokens, served=server.thoughts is None)
 
 
