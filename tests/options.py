@@ -244,6 +244,7 @@ ELSEWHERE = {
     "algorithm.kl_estimator=k1": "is refused with a KL in the loss (test_settings.py), and has no other use",
     **dict.fromkeys(("trainer.profile", "trainer.profile=none", "trainer.profile_rank"), "test_profiling.py"),
     "rollout.tool_parser": "test_bad_input.py",
+    "rollout.renderer": "test_renderer.py: its package is not installed",
     **dict.fromkeys(("rollout.thinking", "rollout.reasoning_parser"), "test_thinking.py, test_bad_input.py"),
     "rollout.stop": "test_rollout.py: an agent names its own",
     "rollout.in_flight=true": "test_in_flight.py: a server of the user's takes no weights",

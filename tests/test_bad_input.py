@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 from commands import typed
 from fake_run import FakeRun
+from test_renderer import STAND_IN, write_tokenizer
 from waiting import DEADLINE_S
 
 REPO = Path(__file__).resolve().parent.parent
@@ -838,6 +840,63 @@ def test_a_dry_run_says_which_parser_reads_calls_of_tools(place: Path, quick: Ca
         assert f"thoughts: read {how}" in shown and ("--reasoning-parser inkling" in shown) == (
             "inkling" in how
         )
+
+
+@pytest.mark.parametrize("name", ["auto", "template"])
+def test_what_appends_an_agents_turns_is_said(place: Path, quick: Call, name: str) -> None:
+    words = [*RL.split(), "--dry-run", "--eval-interval", "0", f"rollout.renderer={name}"]
+    (place / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    says = "turns: appended as the chat template writes them"
+    assert says not in quick(words).stdout
+    agent = Path(__file__).parent.parent / "phases" / "agents" / "calculator.py"
+    assert says in quick([*words, f"rollout.agent={agent}:Calculator"]).stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "row", "says"),
+    [
+        (
+            "rollout.renderer=qwen9",
+            {},
+            "cannot use it for {model}: Unknown renderer 'qwen9'. Available: letters",
+        ),
+        ("rollout.renderer=default", {}, "appends no turns; give rollout.renderer=template"),
+        (
+            "rollout.renderer=letters rollout.chat_template_kwargs=shade=3",
+            {},
+            "Unsupported chat_template_kwargs: ['shade']",
+        ),
+        (
+            "rollout.renderer=letters",
+            {"chat_template_kwargs": {"style": 1}},
+            "train.jsonl, line 1: chat_template_kwargs: rollout.renderer=letters gets the same arguments for all tasks",
+        ),
+    ],
+)
+def test_a_renderer_that_does_not_fit_is_refused_before_the_start(
+    place: Path, quick: Call, monkeypatch: pytest.MonkeyPatch, words: str, row: dict[str, Any], says: str
+) -> None:
+    write_tokenizer(place / "model")
+    (place / "model" / "chat_template.jinja").write_text(TELLING + "{{ style }}{{ shade }}")
+    task = {"prompt": [{"role": "user", "content": "3+3="}], "answer": "6"}
+    (place / "data" / "train.jsonl").write_text(json.dumps({**task, **row}) + "\n")
+    (place / "packages").mkdir()
+    (place / "packages" / "renderers.py").write_text(STAND_IN)
+    monkeypatch.syspath_prepend(place / "packages")
+    path = {"PYTHONPATH": str(place / "packages")}
+    says = says.format(model=place / "model")
+    refused(quick, [*RL.split(), *words.split(), "--eval-interval", "0"], place=place, says=[says], **path)
+    if row:
+        (place / "data" / "train.jsonl").write_text(json.dumps(task) + "\n")
+        shown = quick([*RL.split(), *words.split(), "--eval-interval", "0", "--dry-run"], **path)
+        assert "answers: read by the renderer letters (rollout.renderer)" in shown.stdout, shown.stderr
+
+
+@pytest.mark.skipif(importlib.util.find_spec("renderers") is not None, reason="the package is here")
+def test_a_renderer_without_its_package_is_refused(place: Path, quick: Call) -> None:
+    told = "rollout.renderer=qwen3: needs the Python package renderers, which is not installed in"
+    how = f"; type {sys.executable} -m pip install renderers, on every node"
+    refused(quick, [*RL.split(), "rollout.renderer=qwen3"], place=place, says=[told, how])
 
 
 @pytest.mark.parametrize(

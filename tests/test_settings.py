@@ -450,6 +450,8 @@ WITHOUT_EFFECT = [
     ("code.memory_mb=64", "", "is for reward.kind=code"),
     ("code.partial=true", "reward.kind=math", "is for reward.kind=code (this run: reward.kind=math)"),
     ("rollout.tool_parser=glm45", "", "reads the turns of an agent, and there is none"),
+    ("rollout.reasoning_parser=qwen3", "rollout.renderer=x", "has no effect with rollout.renderer=x, which"),
+    ("rollout.max_thinking_tokens=9", "rollout.renderer=y", "has no effect with rollout.renderer=y, which"),
     ("sft.split_turns=true", "", "has no effect with program="),
 ]
 

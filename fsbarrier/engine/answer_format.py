@@ -120,14 +120,16 @@ def format_of(folder: Path | None, wanted: str | None) -> ThoughtFormat | None:
 
 @dataclass(frozen=True, slots=True)
 class Parsers:
-    """The parsers of vLLM that the user has chosen, for tool calls and for thoughts; None: those that fit the model."""
+    """The parsers of vLLM that the user has chosen, for tool calls and for thoughts; None: those that fit the model. `renderer`: the
+    renderer of the package `renderers` that the rollout uses instead of them; None: no renderer."""
 
     tools: str | None = None
     reasoning: str | None = None
+    renderer: str | None = None
 
     @classmethod
     def of(cls, settings: RolloutSettings) -> Self:
-        return cls(settings.tool_parser, settings.reasoning_parser)
+        return cls(settings.tool_parser, settings.reasoning_parser, settings.named_renderer)
 
 
 NO_CHOICE = Parsers()
@@ -155,6 +157,9 @@ def served_by(folder: Path, parsers: Parsers) -> Parsers:
 
 def told(folder: Path, parsers: Parsers, *, agent: bool) -> list[str]:
     """How the answers of the model in `folder` are read, in words, as far as it matters. `agent`: there is one, so tools may be called."""
+    if parsers.renderer is not None:
+        appended = ", and turns appended," if agent else ""
+        return [f"answers: read{appended} by the renderer {parsers.renderer} (rollout.renderer)"]
     wanted, known = parsers.reasoning, recognised(folder)
     marks, lines = format_of(folder, wanted), list[str]()
     if wanted or known or agent:
@@ -163,7 +168,9 @@ def told(folder: Path, parsers: Parsers, *, agent: bool) -> list[str]:
     if agent:
         parser = parser_of(folder, parsers.tools)
         why = _why("rollout.tool_parser", parsers.tools, calls_of(folder))
-        lines.append(f"calls of tools: read by vLLM's parser {parser} ({why})")
+        lines.append(
+            f"calls of tools: read by vLLM's parser {parser} ({why}); turns: appended as the chat template writes them"
+        )
     return lines
 
 

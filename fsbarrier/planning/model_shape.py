@@ -98,9 +98,19 @@ class ModelShape:
 def examine(folder: Path, lora: LoraSettings) -> ModelShape:
     """Run training/architecture.py for a model folder with such adapters. Raises UsageError with the program's reason."""
     arguments = (str(lora.rank), *lora.targets) if lora.rank else ()
+    said = run_check(
+        f"making the model of {folder}", "fsbarrier.training.architecture", str(folder), *arguments
+    )
+    # Libraries may have printed something before.
+    return msgspec.json.decode(said.strip().splitlines()[-1], type=ModelShape)
+
+
+def run_check(what: str, module: str, *arguments: str) -> str:
+    """The output of a program of this package that loads large libraries, which this process must not. Raises UsageError with the
+    program's last line; `what`: what it does, for a program that takes too long."""
     try:
         done = subprocess.run(
-            own_program("fsbarrier.training.architecture", str(folder), *arguments),
+            own_program(module, *arguments),
             env=with_this_package(os.environ),
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -108,9 +118,8 @@ def examine(folder: Path, lora: LoraSettings) -> ModelShape:
             timeout=MAKING_S,
         )
     except subprocess.TimeoutExpired:
-        raise UsageError(f"making the model of {folder} took more than {MAKING_S:.0f} s") from None
+        raise UsageError(f"{what} took more than {MAKING_S:.0f} s") from None
     if done.returncode:
         messages = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise UsageError(messages[-1])
-    # Libraries may have printed something before.
-    return msgspec.json.decode(done.stdout.strip().splitlines()[-1], type=ModelShape)
+    return done.stdout

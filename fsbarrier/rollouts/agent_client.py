@@ -81,13 +81,13 @@ class Recorder:
             if segment is not None:
                 hold(segment)
                 conversation = [*segment.history, *conversation[len(segment.history) :]]
-                suffix = await turns.after_answer(conversation, len(segment.history) - 1, segment.token_ids)
+                suffix = await self._after_answer(turns, segment, conversation, offered)
             if segment is None or suffix is None:
                 segment = hold(self._new_segment(tools=by_tools))
                 suffix = await turns.begun(conversation)
             segment.images = list(sources(conversation))
             sample = await self._sample(segment, suffix, max_tokens, stop)
-            message = await self._message(sample, offered)
+            message = await self._message(sample, offered, segment.token_ids)
             segment.history = [*conversation, message]
             segment.meaning = meaning(segment.history)
         return self._reply(segment, sample, message)
@@ -151,6 +151,20 @@ class Recorder:
                 return segment
         return None
 
+    async def _after_answer(
+        self,
+        turns: TemplateTurns,
+        segment: Segment,
+        conversation: list[Message],
+        tools: Sequence[Mapping[str, object]],
+    ) -> list[int] | None:
+        """The tokens that follow the last answer of `segment` in this conversation; None if they cannot be determined."""
+        answered, renderer = len(segment.history), self._sampler.renderer
+        if renderer is None:
+            return await turns.after_answer(conversation, answered - 1, segment.token_ids)
+        before, answer = segment.token_ids[: segment.answer_at], segment.token_ids[segment.answer_at :]
+        return renderer.after_answer(before, answer, conversation[answered:], tools)
+
     async def _sample(
         self, segment: Segment, suffix: list[int], max_tokens: int | None, stop: Sequence[str]
     ) -> Sample:
@@ -184,17 +198,21 @@ class Recorder:
         whole = await self._sampler.text_of(sample.token_ids)
         return sample.text + sample.stop + whole.rpartition(sample.stop)[2]
 
-    async def _message(self, sample: Sample, tools: Sequence[Mapping[str, object]]) -> Message:
-        """An answer as a message with its text, thoughts and tool calls. A truncated answer calls nothing."""
+    async def _message(
+        self, sample: Sample, tools: Sequence[Mapping[str, object]], token_ids: Sequence[int]
+    ) -> Message:
+        """An answer, with which `token_ids` end, as a message with its text, thoughts and tool calls. A truncated answer calls nothing."""
         message = said_message(sample)
         finished = sample.finish_reason == "stop" and (sample.thoughts is None or sample.thoughts.closed)
         if not tools or not finished:
             return message
         ids = sample.token_ids
         thinking = await self._sampler.thinking()
+        # A parser that also reads thoughts must know whether the prompt has begun one.
+        before = token_ids[: len(token_ids) - len(ids)] if thinking.served else None
         if sample.reasoning is not None and not (thinking.served or thinking.format.calls_in_all):
             ids = thinking.marks.after(ids)
-        read = await self._sampler.read_message(ids, tools) if ids else {}
+        read = await self._sampler.read_message(ids, tools, before) if ids else {}
         calls = calls_in(read)
         if not calls:
             return message

@@ -25,6 +25,7 @@ from fsbarrier.data.tasks import Task
 from fsbarrier.engine.openai_http import asked_again
 from fsbarrier.rollouts.answers import Thoughts
 from fsbarrier.rollouts.pictures import Pictures
+from fsbarrier.rollouts.renderer import Renderer
 from fsbarrier.rollouts.samples import (
     Emit,
     EngineDown,
@@ -72,8 +73,11 @@ class EnginePool:
         patience_s: float,
         step: int = 128,
         pictures: Pictures | None = None,
+        renderer: Renderer | None = None,
     ) -> None:
         self.pictures = pictures or Pictures(None, None)
+        # Reads answers and appends turns instead of the servers, if the user wants that.
+        self.renderer = renderer
         # None until they are needed.
         self.thoughts: asyncio.Task[Thinking] | None = None
         # kind of message -> whether the chat template shows its content (template_turns.py)
@@ -308,6 +312,10 @@ class Reservation:
         return self._pool.pictures
 
     @property
+    def renderer(self) -> Renderer | None:
+        return self._pool.renderer
+
+    @property
     def shown(self) -> dict[str, bool]:
         """kind of message -> whether the chat template shows its content, for the kinds that were checked so far."""
         return self._pool.shown
@@ -327,12 +335,14 @@ class Reservation:
         return await asyncio.shield(self._pool.thoughts)
 
     async def _read_by_server(self, sample: Sample, prompt_ids: Sequence[int]) -> Sample:
-        """The sample with its thoughts, as the server's own parser reads them."""
+        """The sample with its thoughts, as the server's own parser reads them, or the renderer."""
         message = await self.read_message(sample.token_ids, (), prompt_ids)
-        if not (reasoning := message.get("reasoning")):
+        reasoning, content = message.get("reasoning"), str(message.get("content") or "")
+        # A renderer also takes off what its family writes around an answer without thoughts.
+        if not message or (not reasoning and (self.renderer is None or content == sample.text)):
             return sample
-        content = str(message.get("content") or "")
-        return replace(sample, thoughts=Thoughts(str(reasoning), content, sample.finish_reason == "stop"))
+        closed = sample.finish_reason == "stop" and not message.get("open")
+        return replace(sample, thoughts=Thoughts(str(reasoning) if reasoning else None, content, closed))
 
     async def read_message(
         self,
@@ -340,8 +350,10 @@ class Reservation:
         tools: Sequence[Mapping[str, object]],
         prompt_ids: Sequence[int] | None = None,
     ) -> Mapping[str, object]:
-        """Parse an answer's tokens into a message with the server's parsers. Returns {} if the server has no parser, or refuses the tokens.
-        Raises EngineGone; Refusal if it takes too long, because the answer may call a tool."""
+        """Parse an answer's tokens into a message, with the renderer or the server's parsers. Returns {} if the server has no parser, or
+        refuses the tokens. Raises EngineGone; Refusal if it takes too long, because the answer may call a tool."""
+        if self.renderer is not None:
+            return self.renderer.message(token_ids, tools, prompt_ids)
         answer = {"request_id": "turn", "choices": [{"index": 0, "token_ids": [*token_ids]}]}
         about = {"messages": [{"role": "user", "content": ""}], **({"tools": [*tools]} if tools else {})}
         before = {} if prompt_ids is None else {"prompt_token_ids": [*prompt_ids]}

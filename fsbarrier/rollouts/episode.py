@@ -17,8 +17,8 @@ from fsbarrier.rollouts.samples import UNKNOWN, Message, Sample, SampledGroup, s
 class Segment:
     """One token sequence, to which each turn appends. `history`: its messages including the last answer; `text`: as plain text.
 
-    `images`: its image files, in order. `tools`: the tools offered by the agent, as JSON. `busy`: a turn that continues it is in
-    progress.
+    `answer_at`: where its last answer begins. `images`: its image files, in order. `tools`: the tools offered by the agent, as JSON.
+    `busy`: a turn that continues it is in progress.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -26,6 +26,7 @@ class Segment:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     prompt_tokens: int = 0
+    answer_at: int = 0
     history: list[Message] = field(default_factory=list)
     tools: str = ""
     #: the parts that identify the history (`answers.meaning`)
@@ -38,6 +39,7 @@ class Segment:
         """Append the prompt tokens of a turn, then the sampled tokens."""
         if not self.token_ids:
             self.prompt_tokens = len(shown)
+        self.answer_at = len(self.token_ids) + len(shown)
         self.token_ids += [*shown, *sample.token_ids]
         self.loss_mask += [0] * len(shown) + [*sample.mask]
         self.logprobs += [0.0] * len(shown) + sample.logprobs

@@ -23,6 +23,7 @@ from fsbarrier.protocol.codec import ready
 from fsbarrier.protocol.facts import JsonObject
 from fsbarrier.rollouts.claims import Claims, EarlyEnd, Refills, remove_old
 from fsbarrier.rollouts.pictures import placeholders
+from fsbarrier.rollouts.renderer import Renderer
 from fsbarrier.rollouts.samples import Sampling, SamplingServer
 from fsbarrier.rollouts.sharing import file_of
 from fsbarrier.rundir.names import GENERATION, IMAGES_FOLDER
@@ -154,6 +155,8 @@ class RolloutSpec(Spec[RolloutOutcome]):
     def servers(self, settings: Settings) -> list[SamplingServer]:
         """The engines to sample from, with timeouts and retries."""
         banned = placeholders(self.model)
+        rollout = settings.rollout
+        marked = rollout.named_renderer is None
         seed = ":".join(str(part) for part in (settings.rollout.seed, self.identity.iteration, self.split))
         return [
             SamplingServer(
@@ -167,11 +170,18 @@ class RolloutSpec(Spec[RolloutOutcome]):
                 stop=settings.rollout.stop,
                 seed=seed if settings.rollout.reproducible else "",
                 in_flight=self.in_flight,
-                thoughts=format_of(self.model, settings.rollout.reasoning_parser),
+                thoughts=format_of(self.model, rollout.reasoning_parser) if marked else None,
                 max_thinking_tokens=settings.rollout.max_thinking_tokens,
             )
             for engine in self.engine
         ]
+
+    def renderer(self, settings: Settings) -> Renderer | None:
+        """What reads answers and appends turns instead of the server's parsers and chat template, if anything does. Raises UsageError."""
+        name = settings.rollout.named_renderer
+        if name is None or self.model is None:
+            return None
+        return Renderer(name, self.model, settings.rollout.template_arguments)
 
     def open_claims(self, tasks: Collection[int] | None = None, number: int = 0) -> Claims:
         """The claims on `tasks` (None: all), the tasks of round `number`. Logs the reason if this node may not take over tasks. Raises

@@ -77,6 +77,10 @@ class RolloutSettings(Section):
     #: vLLM's parser of tool calls in an agent's turns (`vllm serve --tool-call-parser`); none: the parser for the format of the model's
     #: chat template, else `hermes`.
     tool_parser: Name | None = None
+    #: What appends an agent's turns to the sampled tokens, and reads all answers: `template`: the model's chat template, and vLLM's
+    #: parsers; auto: what is recognised in the model's folder, which today is always `template`; or the name of a renderer of the Python
+    #: package `renderers`, for example `qwen3` (docs/agents.md).
+    renderer: Name = "auto"
     #: Maximum number of groups in flight on each engine replica, counted in groups of `rollout.samples` (smaller groups count for less).
     #: Other nodes cannot take over tasks that are in flight.
     concurrency: EachSession[Count] = 64
@@ -107,6 +111,11 @@ class RolloutSettings(Section):
     #: Maximum number of extra rounds. Another round of tasks is rolled out while fewer than `rollout.tasks` groups have rewards that are
     #: not all equal.
     max_refills: EachSession[CountOrZero] = 0
+
+    @property
+    def named_renderer(self) -> str | None:
+        """The renderer of the package `renderers`; None: the chat template and vLLM's parsers."""
+        return None if self.renderer in ("auto", "template") else self.renderer
 
     @property
     def template_arguments(self) -> dict[str, object]:

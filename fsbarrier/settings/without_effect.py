@@ -134,6 +134,12 @@ RULES = (
         "rollout.agent",
     ),
     Idle(
+        ("rollout.tool_parser", "rollout.reasoning_parser", "rollout.max_thinking_tokens"),
+        lambda s: s.rollout.named_renderer is None,
+        "has no effect with {}, which reads answers without vLLM's parsers and closes no thoughts; drop one of the two",
+        "rollout.renderer",
+    ),
+    Idle(
         ("sft.split_turns",),
         lambda s: s.program not in ("rl", "toy", "ping"),
         "has no effect with {}; drop it, or give --program sft",

@@ -93,6 +93,7 @@ class Rollout:
             patience_s=settings.engine.start_timeout_s,
             step=max(SEQUENCES_PER_REQUEST, most_samples),
             pictures=Pictures(spec.images, next(iter(placeholders(spec.model)), None)),
+            renderer=spec.renderer(settings),
         )
         # Whether any engine has answered.
         self.engine_answered = False

@@ -312,6 +312,7 @@ def _inputs(
         model_folder.check_lengths(model, settings)
         blind = model_folder.try_model(model, settings, asked.say)
         model_folder.check_engines(settings, model)
+        model_folder.try_renderer(model, settings, program.needs)
     tasks: dict[str, TaskSource] = {}
     if data_path and named and "examples" in program.needs:
         tasks = task_files.read_examples(data_path, named, settings, model=model)

@@ -93,6 +93,16 @@ def check_thinking(folder: Path, thinking: str) -> None:
         )
 
 
+def check_renderer(tasks: Iterable[Task], path: Path, renderer: str) -> None:
+    """Check that no task has arguments of its own for the chat template, which a renderer would not get. Raises UsageError."""
+    for task in tasks:
+        if task.chat_template_kwargs:
+            raise UsageError(
+                f"{place(path, task.index)}: chat_template_kwargs: rollout.renderer={renderer} gets the same arguments for all tasks "
+                "(rollout.chat_template_kwargs); drop one of the two"
+            )
+
+
 def rendered(render: Callable[..., str], task: Task, arguments: Mapping[str, object]) -> str:
     """The prompt of a task, as the engine will render it."""
     messages, tools = for_template(task.messages), list(task.tools) or None

@@ -15,7 +15,7 @@ from fsbarrier.engine import answer_format
 from fsbarrier.engine.answer_format import Parsers
 from fsbarrier.engine.model import classifies, inspect, max_positions, sees, untrainable_parts
 from fsbarrier.errors import ProgramFailed, UsageError
-from fsbarrier.planning.model_shape import examine
+from fsbarrier.planning.model_shape import examine, run_check
 from fsbarrier.settings.checks import answer_lengths
 from fsbarrier.settings.value_types import ENGINE, TEACHER, frozen_engine, scoring_engines
 from fsbarrier.store import reading
@@ -271,6 +271,20 @@ def try_model(folder: Path, settings: Settings, say: Callable[[str], None]) -> s
         say(f"trying {what} (this loads PyTorch and takes up to half a minute)")
         return examine(folder, lora).blind
     return ""
+
+
+def try_renderer(folder: Path, settings: Settings, needs: Collection[str]) -> None:
+    """Check that the renderer that is asked for fits the model, if this program samples and the package is installed here. Raises
+    UsageError."""
+    name = settings.rollout.named_renderer
+    if name is None or "data" not in needs or settings.rl_phase == "update":
+        return
+    if importlib.util.find_spec("renderers") is None:
+        # node_checks refuses this on each node, with the command that installs it.
+        return
+    arguments = json.dumps(settings.rollout.template_arguments)
+    what = f"rollout.renderer={name}: loading it for {folder}"
+    run_check(what, "fsbarrier.rollouts.renderer", name, str(folder), arguments)
 
 
 def say_how_answers_are_read(folder: Path, settings: Settings, say: Callable[[str], None]) -> None:

@@ -248,8 +248,8 @@ def _check_packages(settings: Settings, needs: Collection[str]) -> None:
                     f"creates the environment, elsewhere type {sys.executable} -m pip install 'fsbarrier[rl,{kind}]', on every node"
                 )
             raise UsageError(
-                f"{setting}: needs the Python package {' or '.join(alternatives)}, which is not installed in {sys.prefix}; install it on "
-                "every node"
+                f"{setting}: needs the Python package {' or '.join(alternatives)}, which is not installed in {sys.prefix}; type "
+                f"{sys.executable} -m pip install {alternatives[0]}, on every node"
             )
     unfit = machine.unfit_builds() if "model" in needs else []
     if unfit:
@@ -265,7 +265,9 @@ def _packages(settings: Settings, needs: Collection[str]) -> Iterator[tuple[str,
         yield f"reward.kind={kind}", ("math_verify",)
     if settings.manages_engine and "model" in needs and settings.rl_phase != "update":
         yield f"{RL}engines", ("vllm",)
-    trainer = settings.trainer
+    rollout, trainer = settings.rollout, settings.trainer
+    if rollout.named_renderer and "data" in needs and settings.rl_phase != "update":
+        yield f"rollout.renderer={rollout.renderer}", ("renderers",)
     trains = "model" in needs and trainer.command is None and settings.rl_phase != "rollout"
     for package in ("torch", "transformers") if trains else ():
         yield f"{RL}training", (package,)

@@ -93,6 +93,8 @@ def read_tasks(
                 chats = True
                 chat_template.check_thinking(model, settings.rollout.thinking)
             chat_template.check(model, read.tasks.values(), path, arguments)
+            if settings.rollout.named_renderer is not None:
+                chat_template.check_renderer(read.tasks.values(), path, settings.rollout.renderer)
             # An agent makes its own prompts, and a server of the user's has its own limit.
             if settings.rollout.agent is None and settings.engine.url is None:
                 limit = settings.engine.max_model_len

@@ -36,7 +36,7 @@ GROUPS = ("eval.", "reward.", "judge.", "engine.", "environment.", "environments
 ROLLOUT = (
     *("max_tokens", "stop", "chat_template_kwargs", "tool_parser", "concurrency", "agent", "task_timeout_s"),
     *("max_error_share", "seed", "reproducible", "temperature", "reasoning_parser", "thinking"),
-    "max_thinking_tokens",
+    *("max_thinking_tokens", "renderer"),
 )
 
 
