@@ -33,10 +33,10 @@ from packaging.utils import canonicalize_name, parse_wheel_filename
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "scripts" / "requirements"
 EXTRAS = {
-    "cpu": ["rl", "view", "bucket", "flow", "cpu"],
-    "cuda": ["rl", "view", "bucket", "flow", "cuda"],
-    "rocm": ["rl", "view", "bucket", "flow", "cpu"],
-    "light": ["view", "bucket"],
+    "cpu": ["rl", "view", "cpu"],
+    "cuda": ["rl", "view", "cuda"],
+    "rocm": ["rl", "view", "cpu"],
+    "light": ["view"],
     "dev": ["dev"],
 }
 LEFT_OUT = {
@@ -129,7 +129,7 @@ def lines(flavour: str, *, keep: bool) -> list[str]:
         if len(pythons) < len(PYTHONS):
             older = pythons == PYTHONS[: len(pythons)]
             pin += f' ; python_version {"<=" if older else ">="} "{pythons[-1] if older else pythons[0]}"'
-        elif name.startswith("intel-") or name == "obstore":
+        elif name.startswith("intel-"):
             pin += ' ; platform_machine == "x86_64"'
         result.append(pin)
     return result
