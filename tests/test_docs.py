@@ -80,7 +80,8 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 
 def test_each_decision_has_a_number_of_its_own() -> None:
-    pages = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+    folder = ROOT / "docs" / "decisions"
+    pages = sorted(folder.glob("[0-9]*.md"))
     numbers = [page.name[:4] for page in pages]
     # Records of decisions that no longer hold are removed, and their numbers are not used again.
     assert len(set(numbers)) == len(numbers)
@@ -88,6 +89,9 @@ def test_each_decision_has_a_number_of_its_own() -> None:
         assert page.read_text().startswith(f"# {page.name[:4]} "), (
             f"{relative(page)} calls itself something else"
         )
+        title = page.read_text().splitlines()[0][7:]
+        line = f"- [{page.name[:4]}]({page.name}) {title}\n"
+        assert line in (folder / "README.md").read_text(), f"docs/decisions/README.md lacks {line}"
 
 
 def runnable() -> Iterator[tuple[str, str]]:
