@@ -61,7 +61,7 @@ def tokenized(text: str) -> list[int]:
 class Engine:
     """Stands for the Sampler: renders a template, and answers as told."""
 
-    longest = 10_000
+    longest, renderer = 10_000, None
 
     def __init__(self, template: str, answers: list[str]) -> None:
         jinja2 = pytest.importorskip("jinja2")
