@@ -87,7 +87,7 @@ class Engine:
     async def thinking(self) -> Thinking:
         return Thinking(USUAL, ThoughtMarks([], [-1], []), None)
 
-    async def read_message(self, token_ids: list[int], _tools: Any) -> dict[str, Any]:
+    async def read_message(self, token_ids: list[int], _tools: Any, _prompt: Any) -> dict[str, Any]:
         text = "".join(chr(one) for one in token_ids if one < 0xE000)
         content, mark, name = text.partition("@")
         call = {"function": {"name": name, "arguments": {}}}
